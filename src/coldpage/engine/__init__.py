@@ -1,0 +1,1 @@
+"""The inference engine: transformers models on the tiered cache. Importing it pulls in no torch."""

@@ -1,0 +1,189 @@
+"""What the HTTP process and the engine process say to each other, over a local stream socket.
+
+Each frame is a 4-byte little-endian length and one msgpack-encoded tagged struct. The HTTP process
+sends ``Request`` messages, the engine process ``Reply`` messages, which carry the request's id.
+
+The HTTP process listens and starts the engine as
+
+    python -m coldpage.engine.process --socket PATH --settings JSON
+
+where JSON is ``EngineSettings``. The engine connects at once, sends any number of ``Loading`` and
+then either ``EngineReady`` or ``StartFailed`` (and exits). A request is answered by any number of
+``Delta`` and exactly one ``Finished`` or ``Failed``. After a ``Cancel`` nothing more need come for
+that request; what crosses it on the way is ignored. On ``Shutdown`` the engine closes its cache,
+closes the socket and exits with status 0.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "Cancel",
+    "ChatMessage",
+    "Delta",
+    "EngineReady",
+    "EngineSettings",
+    "Failed",
+    "Finished",
+    "Generate",
+    "Loading",
+    "Reply",
+    "Request",
+    "SamplingParams",
+    "Shutdown",
+    "StartFailed",
+    "Stats",
+    "TierStats",
+    "Usage",
+]
+
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """What the engine process is started with. No bytes for the host or disk tier: it is left out.
+
+    ``model`` None is the bundled model; ``dtype`` is ``auto``, ``bfloat16`` or ``float32``;
+    ``max_batch`` bounds the sequences that decode together. ``disk_path`` is an existing, writable
+    directory whenever ``disk_bytes`` is positive.
+    """
+
+    hot_bytes: int
+    host_bytes: int = 0
+    disk_path: str | None = None
+    disk_bytes: int = 0
+    model: str | None = None
+    dtype: str = "auto"
+    tokens_per_block: int = 16
+    max_batch: int = 8
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to choose tokens. ``temperature`` 0 is greedy; ``max_tokens`` None: as many as fit."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Generate from a chat (``messages``), a text or token ids: one of the three is given."""
+
+    request_id: str
+    sampling: SamplingParams
+    messages: tuple[ChatMessage, ...] | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    session: str | None = None
+    salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The client has gone; stop generating and free what the request holds."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Close the cache and exit. The engine's end delivers it too when the HTTP process has gone."""
+
+
+Request = Generate | Cancel | Shutdown
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts of one request; reused prompt tokens by tier name (``hot``, ``host``, ``disk``)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens_by_tier: dict[str, int]
+    time_to_first_token_ms: float
+    restore_ms: float
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Start-up progress, for people."""
+
+    sentence: str
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The settings or the model can not work: one sentence for people. The engine then exits."""
+
+    sentence: str
+
+
+class TierStats(msgspec.Struct, frozen=True):
+    """One level now."""
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+    total_blocks: int
+    used_blocks: int
+    capacity_tokens: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded and requests are served."""
+
+    model_name: str
+    context_tokens: int
+    tokens_per_block: int
+    dtype: str
+    tiers: tuple[TierStats, ...]
+
+
+class Delta(msgspec.Struct, frozen=True, tag="delta"):
+    """New text of one request."""
+
+    request_id: str
+    text: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """Ends a request that went well. ``finish_reason`` is ``stop`` or ``length``."""
+
+    request_id: str
+    finish_reason: str
+    usage: Usage
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Ends a request that could not be served; ``status`` is the HTTP status to answer with."""
+
+    request_id: str
+    status: int
+    sentence: str
+    code: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Sent about once a second: gauges and monotonic counters, by metric name and label values."""
+
+    tiers: tuple[TierStats, ...]
+    moves: dict[str, int]  # path such as "hot-host" -> pages
+    moved_bytes: dict[str, int]
+    hits_tokens: dict[str, int]  # tier name -> prompt tokens reused
+    counters: dict[str, int]  # requests, prompt_tokens, generated_tokens, recomputed_blocks, ...
+    running: int
+    waiting: int
+    sessions: int
+
+
+Reply = Loading | StartFailed | EngineReady | Delta | Finished | Failed | Stats

@@ -1,0 +1,53 @@
+"""What the command line asks of the demonstration and of the verification run."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["DemoOptions", "Injection", "VerifyOptions"]
+
+
+class Injection(enum.Enum):
+    """Damage done on purpose, to show that it is detected and repaired."""
+
+    NONE = "none"  # an ordinary run
+    FLIP = "flip"  # one bit of one blob on disk is flipped
+    FULL = "full"  # the coldest level is too small for what is sent to it
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """``coldpage demo``: conversations that take turns on a hot level which holds a few of them.
+
+    ``model`` None is the bundled model. ``disk_directory`` None is a temporary directory, removed
+    afterwards.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    tokens_per_block: int = 16
+    num_conversations: int = 8
+    num_hot_conversations: int = 2
+    num_rounds: int = 3
+    conversation_tokens: int = 1500
+    disk_directory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """``coldpage verify``, in float32: a run under pressure, its replay without pressure and plain
+    ``generate``, compared.
+
+    ``model`` None is the bundled model. ``disk_directory`` None is a temporary directory, removed
+    afterwards.
+    """
+
+    model: str | None = None
+    tokens_per_block: int = 16
+    num_conversations: int = 8
+    num_hot_conversations: int = 2
+    num_rounds: int = 3
+    conversation_tokens: int = 1500
+    injection: Injection = Injection.NONE
+    disk_directory: str | None = None
