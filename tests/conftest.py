@@ -1,0 +1,21 @@
+"""Settings that every test runs under."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Two cores are shared by everything here; BLAS threads on top only fight each other.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# A test must not reach a model hub: everything it needs is installed.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# deadline=None: a slow machine is not a failure, a hang is (pytest-timeout).
+# print_blob: a failure prints what repeats it.
+settings.register_profile(
+    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("fuzz", settings.get_profile("default"), max_examples=5_000)
+settings.load_profile("default")
