@@ -131,7 +131,8 @@ class BlockFile:
             if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
                 raise StorageError(
                     f"{self.path.parent} has no room for {self.num_bytes:,} bytes "
-                    f"({error.strerror}): free some space, make the disk tier smaller, or choose another path"
+                    f"({error.strerror}): free some space, make the disk tier smaller, "
+                    "or choose another path"
                 ) from error
             raise StorageError(
                 f"{self.path} can not be sized to {self.num_bytes:,} bytes ({error.strerror}): "
