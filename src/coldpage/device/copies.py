@@ -9,7 +9,7 @@ import numpy as np
 
 from coldpage.types import Int64Array
 
-__all__ = ["CopyList", "merge_copies", "run_copies"]
+__all__ = ["CopyList", "has_overlap", "merge_copies", "run_copies"]
 
 # Destination, source and size per copy, each [num_copies].
 CopyList = tuple[Int64Array, Int64Array, Int64Array]
@@ -48,3 +48,17 @@ def run_copies(copies: CopyList) -> None:
     memmove = _memmove_releasing if is_large else _memmove_holding
     for to, source, size in zip(dst.tolist(), src.tolist(), num_bytes.tolist(), strict=True):
         memmove(to, source, size)
+
+
+def has_overlap(copies: CopyList) -> bool:
+    """Whether some destination overlaps another destination or any source. Pure."""
+    dst, src, num_bytes = copies
+    if len(dst) == 0:
+        return False
+    order = np.argsort(dst)
+    starts, stops = dst[order], (dst + num_bytes)[order]
+    if (stops[:-1] > starts[1:]).any():
+        return True
+    # The last destination that starts before a source ends is the only one that can reach into it.
+    last = np.searchsorted(starts, src + num_bytes) - 1
+    return bool(((last >= 0) & (stops[last] > src)).any())

@@ -1,0 +1,207 @@
+"""The simulated device: real bytes, a seeded scheduler, and a check on the order of every access.
+
+Nothing runs until someone asks: then queued work runs in any order that streams, events and the
+number of I/O threads allow. One thread uses the device.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import Device, Memory, MemoryKind
+from coldpage.device.io import NUM_IO_THREADS
+from coldpage.device.simulated_history import (
+    AccessHistory,
+    CallSite,
+    Origin,
+    Violation,
+    ViolationError,
+    ViolationKind,
+    call_site,
+    ranges_of,
+)
+from coldpage.device.simulated_io import SimulatedIo
+from coldpage.device.simulated_stream import SimulatedStream
+from coldpage.device.simulated_world import SimulatedCounts, SimulatedFaults, World
+from coldpage.errors import ClosedError, DeviceError
+from coldpage.types import ByteRange, MemAddress
+
+__all__ = [
+    "SimulatedCounts",
+    "SimulatedDevice",
+    "SimulatedFaults",
+    "SimulatedMemory",
+    "Violation",
+    "ViolationError",
+    "ViolationKind",
+]
+
+_PAGE_BYTES: Final = 4096
+_ARENA_BYTES: Final = 1 << 30  # addresses only: RAM is taken as it is touched
+_FRESH_BYTE: Final = 0xA5  # nothing may rely on new memory being zero
+_FREED_BYTE: Final = 0xDD
+
+# How much may run in one ``wait_for_progress``.
+_MAX_STEPS_PER_WAIT: Final = 4
+
+
+class SimulatedMemory(Memory):
+    """A piece of the device's arena. Its addresses are never used again."""
+
+    def __init__(
+        self, device: SimulatedDevice, array: npt.NDArray[np.uint8], kind: MemoryKind
+    ) -> None:
+        self.kind = kind
+        self.num_bytes = len(array)
+        self.address = MemAddress(array.ctypes.data)
+        self.allocated_at = call_site()
+        self._array = array
+        self._device = device
+        self._is_freed = False
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes [num_bytes]. Uses are checked only where ``host_access`` declares them."""
+        if self._is_freed:
+            raise ClosedError("the memory was freed")
+        return self._array
+
+    def free(self) -> None:
+        """Give the memory back, which the host must know to be out of use. Idempotent."""
+        if not self._is_freed:
+            self._is_freed = True
+            self._device._free(self)
+
+
+class SimulatedDevice(Device):
+    """A device whose every legal behaviour can be had again from its seed.
+
+    ``violations`` collects what was found. ``wait_sites`` are the places (file name, line) outside
+    this package that waited for something, and ``ordering_wait_sites`` those that added an order
+    which was not known before; a wait at a place in ``ignored_wait_sites`` adds none.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        faults: SimulatedFaults | None = None,
+        raise_on_violation: bool = False,
+        arena_bytes: int = _ARENA_BYTES,
+        num_io_threads: int = NUM_IO_THREADS,
+    ) -> None:
+        self.name = "simulated"
+        self.faults = faults if faults is not None else SimulatedFaults()
+        self._history = AccessHistory(raise_on_violation=raise_on_violation)
+        self._world = World(seed, self.faults, self._history)
+        self.counts = self._world.counts
+        self.wait_sites = self._world.wait_sites
+        self.ordering_wait_sites = self._world.ordering_wait_sites
+        self.ignored_wait_sites = self._world.ignored_wait_sites
+        self.io: SimulatedIo = SimulatedIo(self._world, num_io_threads)
+        self._world.sources.append(self.io)
+        self._streams: list[SimulatedStream] = []
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._arena = np.frombuffer(mmap.mmap(-1, arena_bytes, flags=flags), dtype=np.uint8)
+        self._arena_used = 0
+        self._memories: list[SimulatedMemory] = []
+
+    @property
+    def violations(self) -> list[Violation]:
+        """What was found so far, one a kind and pair of call sites."""
+        return self._history.violations
+
+    @property
+    def raise_on_violation(self) -> bool:
+        """Whether a violation raises ViolationError where it is found."""
+        return self._history.raise_on_violation
+
+    @raise_on_violation.setter
+    def raise_on_violation(self, value: bool) -> None:
+        self._history.raise_on_violation = value
+
+    def allocate(self, num_bytes: int, kind: MemoryKind) -> SimulatedMemory:
+        """Memory full of junk, with a gap behind it."""
+        self._world.check_open()
+        assert num_bytes > 0, "an allocation needs at least one byte"
+        start = self._arena_used
+        if start + num_bytes > len(self._arena):
+            raise DeviceError(f"the simulated device has no {num_bytes:,} bytes left")
+        # At least one page lies between allocations, so that running over an end is noticed.
+        self._arena_used = (start + num_bytes + 2 * _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
+        memory = SimulatedMemory(self, self._arena[start : start + num_bytes], kind)
+        memory.array[:] = _FRESH_BYTE
+        self._memories.append(memory)
+        self._history.add(memory.address, num_bytes)
+        return memory
+
+    def create_stream(self, name: str) -> SimulatedStream:
+        """A new stream, ordered with no other."""
+        self._world.check_open()
+        stream = SimulatedStream(self._world, name, len(self._streams))
+        self._streams.append(stream)
+        self._world.sources.append(stream)
+        return stream
+
+    def wait_for_progress(self, timeout_s: float) -> None:
+        """Run one to a few queued operations. Never sleeps: time is what the scheduler does."""
+        self.step(self._world.schedule.randint(1, _MAX_STEPS_PER_WAIT))
+
+    def step(self, num_ops: int = 1) -> int:
+        """Run up to ``num_ops`` queued operations in some legal order; how many there were."""
+        return self._world.step(num_ops)
+
+    def host_access(
+        self, *, reads: Sequence[ByteRange] = (), writes: Sequence[ByteRange] = ()
+    ) -> None:
+        """Declare that the calling thread touches these bytes now, so that it is checked."""
+        origin = Origin("host access", call_site())
+        clock = self._world.host_clock
+        self._history.check_host(ranges_of(reads), ranges_of(writes), origin, clock)
+
+    def fail_next_submission(self, stream_name: str | None = None, num_times: int = 1) -> None:
+        """Make the next launches or copies (on that stream, or on any) raise SubmissionError."""
+        self._world.planned_failures[stream_name] += num_times
+
+    def close(self) -> None:
+        """Report leaks, run everything, free the memory. Idempotent.
+
+        Raises DeviceError when work failed and no call has told so yet.
+        """
+        if self._world.is_closed:
+            return
+        leaks = list(self._leaks())
+        self.faults.is_io_held = False
+        self.io.close()
+        self._world.run_until(lambda: all(stream.is_idle for stream in self._streams))
+        self._world.is_closed = True
+        for memory in self._memories:
+            memory._is_freed = True
+        self._memories.clear()
+        for sentence, site in leaks:
+            self._history.report(ViolationKind.LEAK, sentence, (site,))
+        for stream in self._streams:
+            stream.raise_unreported_failure()
+
+    def _leaks(self) -> Iterator[tuple[str, CallSite]]:
+        site = call_site()
+        for stream in self._streams:
+            num_ops = stream.num_unknown_ops()
+            if num_ops:
+                yield f"nobody waited for the last {num_ops} of stream {stream.name!r}", site
+        num_batches = self.io.num_unknown_batches()
+        if num_batches:
+            yield f"nobody waited for {num_batches} I/O batches", site
+        for memory in self._memories:
+            sentence = f"{memory.num_bytes} bytes of {memory.allocated_at} were not freed"
+            yield sentence, memory.allocated_at
+
+    def _free(self, memory: SimulatedMemory) -> None:
+        memory._array[:] = _FREED_BYTE
+        self._memories.remove(memory)
+        self._history.remove(memory.address, self._world.host_clock)
