@@ -1,0 +1,221 @@
+"""The commands and their flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+from rich.console import Console
+
+from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.serve_command import ServeFlags, check_model, run_serve
+from coldpage.cli.tiers import DEFAULT_TIERS
+from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
+
+__all__ = ["coldpage"]
+
+_MIN_CONVERSATION_TOKENS: Final = 64
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="coldpage", prog_name="coldpage")
+def coldpage() -> None:
+    """LLM conversations in tiers of memory: hot, host and disk.
+
+    A conversation that has left hot memory comes back by a copy, not by recomputing its prompt.
+
+    \b
+    Examples:
+      coldpage serve                       the bundled model on http://127.0.0.1:8080/v1
+      coldpage demo                        eight conversations on room for two, timed
+      coldpage verify                      proof that nothing differs
+    """
+
+
+def _model_flags(command: Command) -> Command:
+    block_tokens = click.option(
+        "--block-tokens",
+        type=click.IntRange(1, 1024),
+        default=16,
+        show_default=True,
+        help="Tokens a block. Smaller matches prefixes more exactly, larger moves bigger pages.",
+    )
+    return click.argument("model", required=False)(block_tokens(command))
+
+
+def _dtype_flag(command: Command) -> Command:
+    return click.option(
+        "--dtype",
+        type=click.Choice(("auto", "bfloat16", "float32")),
+        default="auto",
+        show_default=True,
+        help="Number type of weights and cache; auto: what suits the model and the machine.",
+    )(command)
+
+
+def _size_help(text: str, tier: str, resource: str) -> str:
+    return f"{text} 512MiB, 8GiB or a percentage of {resource}. [default: {DEFAULT_TIERS[tier]}]"
+
+
+@coldpage.command()
+@_model_flags
+@_dtype_flag
+@click.option(
+    "--hot",
+    metavar="SIZE",
+    help=_size_help("Memory that attention reads.", "hot", "the machine's memory"),
+)
+@click.option(
+    "--host",
+    metavar="SIZE",
+    help=_size_help("Memory for waiting conversations; 0: none.", "host", "the machine's memory"),
+)
+@click.option(
+    "--disk",
+    metavar="PATH:SIZE",
+    help=_size_help("Directory and bound of the disk tier; none: no disk.", "disk", "free space")
+    + " The default PATH is under the user's cache directory.",
+)
+@click.option(
+    "--bind",
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. There is no authentication: others reach it beyond 127.0.0.1.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option(
+    "--max-batch",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Conversations that decode together.",
+)
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(0, 100_000),
+    default=64,
+    show_default=True,
+    help="Requests that may wait beyond a full batch; more are answered with 429.",
+)
+def serve(**flags: Any) -> None:
+    """Serve MODEL, a Hugging Face directory or a GGUF file, to OpenAI clients.
+
+    Without MODEL the bundled SmolLM2-135M-Instruct is served.
+
+    \b
+    Examples:
+      coldpage serve
+      coldpage serve ~/models/llama --hot 8GiB --host 25% --disk /var/tmp/pages:100GiB
+      coldpage serve model.gguf --host none --disk none --port 9000
+    """
+    with failures_as_sentences():
+        run_serve(ServeFlags(**flags), Console())
+
+
+def _run_flags(command: Command) -> Command:
+    """Flags of the two commands that play conversations."""
+    flags = (
+        click.option(
+            "--conversations",
+            "num_conversations",
+            type=click.IntRange(1, 1000),
+            default=8,
+            show_default=True,
+            help="Conversations that take turns.",
+        ),
+        click.option(
+            "--hot-conversations",
+            "num_hot_conversations",
+            type=click.IntRange(1, 1000),
+            default=2,
+            show_default=True,
+            help="Conversations that the hot tier has room for.",
+        ),
+        click.option(
+            "--rounds",
+            "num_rounds",
+            type=click.IntRange(1, 1000),
+            default=3,
+            show_default=True,
+            help="Turns of each conversation.",
+        ),
+        click.option(
+            "--tokens",
+            "conversation_tokens",
+            type=click.IntRange(_MIN_CONVERSATION_TOKENS),
+            default=1500,
+            show_default=True,
+            help="Length of a conversation's first prompt.",
+        ),
+        click.option(
+            "--disk-directory",
+            metavar="PATH",
+            help="Where the disk tier lives. [default: a temporary directory]",
+        ),
+    )
+    for flag in reversed(flags):
+        command = flag(command)
+    return command
+
+
+@coldpage.command()
+@_model_flags
+@_dtype_flag
+@_run_flags
+def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
+    """Play conversations on a hot tier that holds a few of them, and time each turn.
+
+    Each turn is shown beside the same turn recomputed from its whole prompt.
+
+    \b
+    Examples:
+      coldpage demo
+      coldpage demo --conversations 4 --rounds 2
+    """
+    with failures_as_sentences():
+        options = DemoOptions(model=check_model(model), tokens_per_block=block_tokens, **flags)
+        from coldpage.engine.demo import run_demo
+
+        _exit_with(run_demo(options, Console()))
+
+
+@coldpage.command()
+@_model_flags
+@_run_flags
+@click.option(
+    "--inject",
+    "injection",
+    type=click.Choice(tuple(injection.value for injection in Injection)),
+    default=Injection.NONE.value,
+    show_default=True,
+    help="Damage to do on purpose: flip a bit on disk, or make the coldest tier too small.",
+)
+def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -> None:
+    """Prove that tiers change nothing: compare bytes, logits and tokens. Exits 1 on a difference.
+
+    A run under pressure is recorded, replayed on a hot tier that holds everything, and compared
+    with plain transformers, all in float32.
+
+    \b
+    Examples:
+      coldpage verify
+      coldpage verify --inject flip
+    """
+    with failures_as_sentences():
+        options = VerifyOptions(
+            model=check_model(model),
+            tokens_per_block=block_tokens,
+            injection=Injection(injection),
+            **flags,
+        )
+        from coldpage.engine.verify import run_verify
+
+        _exit_with(run_verify(options, Console()))
+
+
+def _exit_with(status: int) -> None:
+    if status != 0:
+        raise click.exceptions.Exit(status)

@@ -1,0 +1,179 @@
+"""``coldpage serve``: settings from flags, and what is printed while the server starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from coldpage.cli.failure import end_with
+from coldpage.cli.machine import (
+    default_disk_directory,
+    free_bytes_for,
+    memory_bytes,
+    prepare_directory,
+)
+from coldpage.cli.sizes import AbsoluteSize, DiskChoice, format_bytes, parse_disk, parse_size
+from coldpage.cli.tiers import plan_disk, plan_memory
+from coldpage.engine.messages import EngineReady, EngineSettings
+from coldpage.errors import ModelError
+
+__all__ = ["ServeFlags", "StartReport", "check_model", "run_serve", "settings_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """The flags as given; sizes are still text, and None is a default that fits the machine."""
+
+    model: str | None = None
+    hot: str | None = None
+    host: str | None = None
+    disk: str | None = None
+    block_tokens: int = 16
+    dtype: str = "auto"
+    bind: str = "127.0.0.1"
+    port: int = 8080
+    max_batch: int = 8
+    max_waiting: int = 64
+
+
+def check_model(model: str | None) -> str | None:
+    """The model's absolute path. Raises ``ModelError`` when there is nothing of that name."""
+    if model is None:
+        return None
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(
+            f"there is no model at {model}: give a Hugging Face directory or a .gguf file"
+        )
+    return str(path.absolute())
+
+
+def _disk_tier(choice: DiskChoice) -> tuple[str | None, int]:
+    if choice.size == AbsoluteSize(0):
+        return None, 0
+    if choice.path is None:
+        path = default_disk_directory()
+    else:
+        path = Path(choice.path).expanduser().absolute()
+    prepare_directory(path)
+    return str(path), plan_disk(choice.size, free_bytes_for(path))
+
+
+def settings_of(flags: ServeFlags) -> EngineSettings:
+    """The engine's settings; makes the disk tier's directory. Raises ``ColdpageError``."""
+    model = check_model(flags.model)
+    hot_bytes, host_bytes = plan_memory(
+        None if flags.hot is None else parse_size(flags.hot),
+        None if flags.host is None else parse_size(flags.host),
+        memory_bytes(),
+    )
+    choice = DiskChoice(None, None) if flags.disk is None else parse_disk(flags.disk)
+    disk_path, disk_bytes = _disk_tier(choice)
+    return EngineSettings(
+        hot_bytes=hot_bytes,
+        host_bytes=host_bytes,
+        disk_path=disk_path,
+        disk_bytes=disk_bytes,
+        model=model,
+        dtype=flags.dtype,
+        tokens_per_block=flags.block_tokens,
+        max_batch=flags.max_batch,
+    )
+
+
+class StartReport:
+    """Shows how the start goes, then what each tier holds and how to talk to the server."""
+
+    def __init__(self, console: Console, settings: EngineSettings, url: str) -> None:
+        self._console = console
+        self._settings = settings
+        self._url = url
+        self._status: Status | None = None
+
+    def loading(self, sentence: str) -> None:
+        """A spinner in a terminal, a line elsewhere."""
+        if not self._console.is_terminal:
+            self._line(sentence)
+        elif self._status is None:
+            self._status = self._console.status(sentence)
+            self._status.start()
+        else:
+            self._status.update(sentence)
+
+    def close(self) -> None:
+        """Ends the spinner. Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def ready(self, ready: EngineReady) -> None:
+        """The table, the address and a line to paste."""
+        self.close()
+        self._console.print(self._table(ready))
+        body = {
+            "model": ready.model_name,
+            "messages": [{"role": "user", "content": "What is a cache?"}],
+            "max_tokens": 64,
+        }
+        self._line(f"Serving {ready.model_name} at {self._url}/v1 (Ctrl-C stops it). Try:")
+        self._line(
+            f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json'"
+            f" -d {shlex.quote(json.dumps(body))}"
+        )
+
+    def _line(self, text: str) -> None:
+        # A line to paste must come out as it is: no wrapping, no markup.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self, ready: EngineReady) -> Table:
+        places = {"hot": "memory that attention reads", "host": "memory"}
+        if self._settings.disk_path is not None:
+            places["disk"] = self._settings.disk_path
+        table = Table(
+            title=f"{ready.model_name}, {ready.dtype}, context {ready.context_tokens:,} tokens,"
+            f" {ready.tokens_per_block} tokens a block"
+        )
+        table.add_column("tier")
+        table.add_column("size", justify="right")
+        table.add_column("tokens", justify="right")
+        table.add_column("place", overflow="fold")
+        for tier in ready.tiers:
+            size, tokens = format_bytes(tier.total_bytes), f"{tier.capacity_tokens:,}"
+            table.add_row(tier.name, size, tokens, places.get(tier.name, ""))
+        return table
+
+
+def _url(sock: socket.socket, host: str) -> str:
+    port = sock.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_serve(
+    flags: ServeFlags, console: Console, engine_command: Sequence[str] | None = None
+) -> None:
+    """Serves until it is stopped. Raises ``ColdpageError``, or ends the command with a sentence."""
+    settings = settings_of(flags)
+    # Only now: the flags are checked before anything that takes time is imported.
+    from coldpage.server import ENGINE_COMMAND, ServeOptions, bind, serve
+
+    try:
+        sock = bind(flags.bind, flags.port)
+    except OSError as error:
+        end_with(str(error.strerror))
+    report = StartReport(console, settings, _url(sock, flags.bind))
+    report.loading("Starting the engine process.")
+    try:
+        options = ServeOptions(settings, max_waiting=flags.max_waiting)
+        outcome = serve(options, report, sock, engine_command or ENGINE_COMMAND)
+    finally:
+        report.close()
+    if outcome.exit_code != 0:
+        end_with(outcome.sentence, outcome.exit_code)

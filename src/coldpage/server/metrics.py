@@ -1,0 +1,137 @@
+"""What ``/metrics`` shows: the engine's last statistics and the latencies seen by HTTP clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coldpage.engine.messages import EngineReady, Stats, TierStats
+
+__all__ = ["EngineCollector", "ServerMetrics"]
+
+_FIRST_TOKEN_BUCKETS_S: Final = (
+    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0),
+)
+_TOKEN_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_RESTORE_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+class ServerMetrics:
+    """A registry of its own, and what the HTTP process itself observes."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._first_token = Histogram(
+            "coldpage_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._token = Histogram(
+            "coldpage_time_per_output_token_seconds",
+            "Mean time between the tokens of an answer, after the first.",
+            buckets=_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._restore = Histogram(
+            "coldpage_restore_seconds",
+            "Time a request waited for its cached pages to become hot.",
+            buckets=_RESTORE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._answers = Counter(
+            "coldpage_answers_total",
+            "Generating requests by outcome.",
+            ("outcome",),
+            registry=self.registry,
+        )
+
+    def count_answer(self, outcome: str) -> None:
+        """``stop``, ``length``, ``failed``, ``cancelled`` or ``refused``."""
+        self._answers.labels(outcome).inc()
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Once a request."""
+        self._first_token.observe(seconds)
+
+    def observe_tokens(self, mean_seconds: float) -> None:
+        """Once a request of at least two tokens."""
+        self._token.observe(mean_seconds)
+
+    def observe_restore(self, seconds: float) -> None:
+        """Once a request that reused cached tokens."""
+        self._restore.observe(seconds)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"coldpage_{name}", text, value=value)
+
+
+def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"coldpage_{name}", text, labels=(label,))
+    for key, value in sorted(values.items()):
+        family.add_metric((key,), value)
+    return family
+
+
+class EngineCollector(Collector):
+    """Turns the engine's last report into metrics, when asked."""
+
+    def __init__(
+        self,
+        ready: Callable[[], EngineReady | None],
+        stats: Callable[[], Stats | None],
+        num_open_requests: Callable[[], int],
+    ) -> None:
+        self._ready = ready
+        self._stats = stats
+        self._num_open_requests = num_open_requests
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of the latest snapshot; only ``up`` and ``open`` before there is one."""
+        ready, stats = self._ready(), self._stats()
+        yield _gauge("engine_up", "1 while the engine serves requests.", float(ready is not None))
+        yield _gauge(
+            "open_requests", "Requests handed to the engine, unanswered.", self._num_open_requests()
+        )
+        if ready is not None:
+            yield _gauge(
+                "context_tokens", "Longest sequence the model takes.", ready.context_tokens
+            )
+            yield from self._tiers(stats.tiers if stats is not None else ready.tiers)
+        if stats is not None:
+            yield from self._engine(stats)
+
+    def _tiers(self, tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
+        columns: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
+            ("tier_capacity_bytes", "Size of a tier.", lambda tier: tier.total_bytes),
+            ("tier_used_bytes", "Bytes of a tier that hold pages.", lambda tier: tier.used_bytes),
+            ("tier_capacity_blocks", "Blocks a tier can hold.", lambda tier: tier.total_blocks),
+            ("tier_used_blocks", "Blocks a tier holds.", lambda tier: tier.used_blocks),
+            ("tier_capacity_tokens", "Tokens a tier can hold.", lambda tier: tier.capacity_tokens),
+        )
+        for name, text, value_of in columns:
+            family = GaugeMetricFamily(f"coldpage_{name}", text, labels=("tier",))
+            for tier in tiers:
+                family.add_metric((tier.name,), value_of(tier))
+            yield family
+
+    def _engine(self, stats: Stats) -> Iterator[Metric]:
+        yield _gauge("running_requests", "Requests in the running batch.", stats.running)
+        yield _gauge("waiting_requests", "Requests that wait for room.", stats.waiting)
+        yield _gauge("sessions", "Conversations the cache knows.", stats.sessions)
+        yield _labelled_counter("moved_pages", "Pages moved between tiers.", "path", stats.moves)
+        yield _labelled_counter(
+            "moved_bytes", "Bytes moved between tiers.", "path", stats.moved_bytes
+        )
+        yield _labelled_counter(
+            "reused_tokens", "Prompt tokens found in a tier.", "tier", stats.hits_tokens
+        )
+        for name, value in sorted(stats.counters.items()):
+            text = f"The engine's count of {name.replace('_', ' ')}."
+            yield CounterMetricFamily(f"coldpage_{name}", text, value=value)
