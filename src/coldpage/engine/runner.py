@@ -1,0 +1,177 @@
+"""One forward pass of the model over the new tokens of many sequences, whose history lies in
+pages."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from coldpage.engine.attention import (
+    CURRENT_CACHE,
+    ItemSpan,
+    PagedCache,
+    PagedLayer,
+    Scratch,
+    plan_group,
+    register_attention,
+)
+from coldpage.engine.geometry import cache_argument
+from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
+from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
+
+__all__ = [
+    "DEFAULT_CHUNK_TOKENS",
+    "LogitsWanted",
+    "ModelRunner",
+    "PageSource",
+    "PageTable",
+    "StepItem",
+]
+
+# Prompt tokens per step. Longer chunks gain nothing on a CPU and delay other conversations' next
+# token.
+DEFAULT_CHUNK_TOKENS: Final = 512
+
+
+class PageTable(Protocol):
+    """What a step reads of a sequence's cache."""
+
+    def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
+        """The hot slot of each block, -1 where there is none. [num_blocks]"""
+        ...
+
+
+class PageSource(Protocol):
+    """What a runner reads of the manager."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Positions of one block."""
+        ...
+
+    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
+        """The hot pool's bytes of one buffer, no copy. [num_slots, buffer_bytes]"""
+        ...
+
+    def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
+        """The layer group whose pages hold this layer."""
+        ...
+
+
+class LogitsWanted(enum.Enum):
+    """Which of an item's positions get logits."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """New tokens of one sequence, at positions ``start`` and on. They attend to each block up to
+    themselves that has a hot page; an item may be a middle block that is computed again."""
+
+    kv_cache: PageTable
+    start: int
+    token_ids: Int32Array
+    logits: LogitsWanted
+
+
+class ModelRunner:
+    """Runs steps. It switches ``model`` to paged attention, after which only a runner can run that
+    model object."""
+
+    def __init__(self, model: LoadedModel, manager: PageSource) -> None:
+        self._model: Any = model.model
+        self._dtype = model.dtype
+        self._tokens_per_block = manager.tokens_per_block
+        scratch = Scratch(model.dtype)
+        layers = []
+        self._layers_of: dict[LayerGroupId, list[PagedLayer]] = {}
+        for index, geometry in enumerate(model.layers):
+            layer_id = LayerId(index)
+            shape = (manager.tokens_per_block, geometry.num_kv_heads, geometry.head_dim)
+            layer = PagedLayer(
+                _pages(manager.hot_array(layer_id, KEY_ROLE), model.dtype, shape),
+                _pages(manager.hot_array(layer_id, VALUE_ROLE), model.dtype, shape),
+                geometry.sliding_window_tokens,
+                scratch,
+            )
+            layers.append(layer)
+            self._layers_of.setdefault(manager.layer_group_of(layer_id), []).append(layer)
+        self._cache = PagedCache(layers)
+        self._cache_argument = cache_argument(self._model)
+        self._model.set_attn_implementation(register_attention())
+
+    def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
+        """Writes the new tokens' K and V into their pages; returns f32 logits [rows, vocab] per
+        item.
+
+        Blocks until done. The caller holds every page named, hot and quiescent, and no two items
+        write to one page. A result depends on the list of items and their own pages only, bit for
+        bit. The tensors are the caller's.
+        """
+        assert items and all(len(item.token_ids) for item in items)
+        token_ids = np.concatenate([item.token_ids for item in items])
+        positions = np.concatenate([np.arange(i.start, i.start + len(i.token_ids)) for i in items])
+        kept_rows = _logit_rows(items)
+        self._set_plans(items)
+        token = CURRENT_CACHE.set(self._cache)
+        try:
+            with torch.inference_mode():
+                logits = self._model(
+                    input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
+                    position_ids=torch.from_numpy(positions.astype(np.int64))[None],
+                    logits_to_keep=torch.from_numpy(np.concatenate(kept_rows)),
+                    use_cache=True,
+                    **{self._cache_argument: self._cache},
+                ).logits[0]
+        finally:
+            CURRENT_CACHE.reset(token)
+            for layer in self._cache.paged_layers:
+                layer.plan = None
+        parts = torch.split(logits.float(), [len(rows) for rows in kept_rows])
+        return [part if len(part) else None for part in parts]
+
+    def _set_plans(self, items: Sequence[StepItem]) -> None:
+        rows = np.cumsum([0, *(len(item.token_ids) for item in items)])
+        for group_id, layers in self._layers_of.items():
+            spans = [
+                ItemSpan(
+                    int(row), item.start, len(item.token_ids), item.kv_cache.page_indices(group_id)
+                )
+                for row, item in zip(rows, items, strict=False)
+            ]
+            plan = plan_group(spans, self._tokens_per_block, layers[0].window, self._dtype)
+            for layer in layers:
+                assert layer.window == layers[0].window, "a layer group mixes sliding windows"
+                layer.plan = plan
+
+
+def _pages(
+    array: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    pages = torch.from_numpy(array).view(dtype)
+    assert pages.shape[1] == shape[0] * shape[1] * shape[2], (
+        "a buffer's size does not fit the model"
+    )
+    return pages.view(-1, *shape)
+
+
+def _logit_rows(items: Sequence[StepItem]) -> list[npt.NDArray[np.int64]]:
+    kept = []
+    first = 0
+    for item in items:
+        stop = first + len(item.token_ids)
+        begin = {LogitsWanted.NONE: stop, LogitsWanted.LAST: stop - 1, LogitsWanted.ALL: first}[
+            item.logits
+        ]
+        kept.append(np.arange(begin, stop))
+        first = stop
+    return kept

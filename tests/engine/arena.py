@@ -1,0 +1,108 @@
+"""Tiny models with random weights, and an arena of pages that stands in for the manager's hot
+pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
+
+TOKENS_PER_BLOCK = 4
+
+
+class Arena:
+    """Real memory laid out as a hot level is: one slot holds all layers of a group, K and V of a
+    layer adjacent.
+
+    Layers with equal windows are a group. Memory starts as ``fill`` bytes (0xFF: NaN in every float
+    type).
+    """
+
+    def __init__(
+        self,
+        layers: list[tuple[int | None, int]],
+        num_slots: int,
+        tokens_per_block: int,
+        fill: int = 0xFF,
+    ) -> None:
+        """``layers``: (window, bytes of one buffer) each."""
+        self.tokens_per_block = tokens_per_block
+        self.num_slots = num_slots
+        windows = list(dict.fromkeys(window for window, _ in layers))
+        self._group_of = [LayerGroupId(windows.index(window)) for window, _ in layers]
+        slot_bytes = [sum(2 * b for w, b in layers if w == window) for window in windows]
+        self._pools = [np.full((num_slots, n), fill, np.uint8) for n in slot_bytes]
+        self._offsets: list[tuple[int, int]] = []
+        used = [0] * len(windows)
+        for (_, num_bytes), group in zip(layers, self._group_of, strict=True):
+            self._offsets.append((used[group], num_bytes))
+            used[group] += 2 * num_bytes
+        self.num_groups = len(windows)
+
+    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
+        offset, num_bytes = self._offsets[layer_id]
+        first = offset + (num_bytes if role == "value" else 0)
+        return self._pools[self._group_of[layer_id]][:, first : first + num_bytes]
+
+    def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
+        return self._group_of[layer_id]
+
+
+class Table:
+    """A block table whose slots a test chooses."""
+
+    def __init__(self, slots: list[npt.NDArray[np.int64]]) -> None:
+        self.slots = [s.astype(np.int32) for s in slots]
+
+    def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
+        return self.slots[layer_group_id]
+
+
+def make_tiny(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A model of two to four layers in f32 whose logits vary enough that a wrong key shows."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    model: PreTrainedModel
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, head_dim=8, **common))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **common))
+    else:
+        config = Gemma3TextConfig(
+            num_hidden_layers=4,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=8,
+            layer_types=[
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            **common,
+        )
+        model = Gemma3ForCausalLM(config)
+    return model.eval()
