@@ -1,0 +1,150 @@
+"""Frozen, validated configuration.
+
+It stops at the constructors of the manager; below, plain values travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coldpage.errors import ConfigurationError
+from coldpage.types import BufferRole, CacheTier, LayerId
+
+__all__ = [
+    "AttentionLayerConfig",
+    "BufferConfig",
+    "CacheTierConfig",
+    "DeviceTierConfig",
+    "DiskTierConfig",
+    "HostTierConfig",
+    "KVCacheManagerConfig",
+    "ReuseScope",
+]
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigurationError(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTierConfig:
+    """The hot level: memory that attention reads. ``quota_bytes`` bounds it."""
+
+    quota_bytes: int
+
+    @property
+    def tier(self) -> CacheTier:
+        """The medium."""
+        return CacheTier.GPU
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierConfig:
+    """A cold level in host memory."""
+
+    quota_bytes: int
+
+    @property
+    def tier(self) -> CacheTier:
+        """The medium."""
+        return CacheTier.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierConfig:
+    """A cold level in files of fixed-size slots under the directory ``path``."""
+
+    path: str
+    quota_bytes: int
+
+    @property
+    def tier(self) -> CacheTier:
+        """The medium."""
+        return CacheTier.DISK
+
+
+CacheTierConfig = DeviceTierConfig | HostTierConfig | DiskTierConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BufferConfig:
+    """One buffer of a layer: ``num_bytes`` a block (``tokens_per_block`` tokens)."""
+
+    role: BufferRole
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_bytes > 0,
+            f"buffer {self.role!r} needs a positive size, not {self.num_bytes} bytes",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayerConfig:
+    """An attention layer. Layers with equal windows and sinks form a layer group."""
+
+    layer_id: LayerId
+    buffers: tuple[BufferConfig, ...]
+    sliding_window_tokens: int | None = None
+    num_sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require(len(self.buffers) > 0, f"layer {self.layer_id} has no buffers")
+        roles = [b.role for b in self.buffers]
+        _require(
+            len(set(roles)) == len(roles),
+            f"layer {self.layer_id} names a buffer role twice: {roles}",
+        )
+        _require(
+            self.sliding_window_tokens is None or self.sliding_window_tokens > 0,
+            f"layer {self.layer_id}: a sliding window needs at least one token",
+        )
+        _require(self.num_sink_tokens >= 0, f"layer {self.layer_id}: num_sink_tokens is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseScope:
+    """Sequences share blocks only within one scope: another adapter or another tenant's salt never
+    matches.
+    """
+
+    adapter: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheManagerConfig:
+    """Everything a manager needs to know; ``cache_tiers`` in order from hot to cold."""
+
+    tokens_per_block: int
+    cache_tiers: tuple[CacheTierConfig, ...]
+    layers: tuple[AttentionLayerConfig, ...]
+    max_util_for_resume: float = 0.97
+    model_fingerprint: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.tokens_per_block > 0,
+            f"tokens_per_block is {self.tokens_per_block}; use at least 1, usually 16",
+        )
+        _require(len(self.layers) > 0, "a manager needs at least one layer")
+        layer_ids = [layer.layer_id for layer in self.layers]
+        _require(len(set(layer_ids)) == len(layer_ids), "two layers have the same layer_id")
+        _require(0.0 < self.max_util_for_resume <= 1.0, "max_util_for_resume must lie in (0, 1]")
+        _require(
+            len(self.cache_tiers) > 0 and isinstance(self.cache_tiers[0], DeviceTierConfig),
+            "the first cache tier must be a DeviceTierConfig: the level that attention reads",
+        )
+        _require(len(self.cache_tiers) <= 8, "at most 8 cache tiers are supported")
+        for tier in self.cache_tiers:
+            _require(
+                tier.quota_bytes > 0,
+                f"the {tier.tier.value} tier has no bytes: give it a positive quota",
+            )
+        for tier in self.cache_tiers[1:]:
+            _require(
+                not isinstance(tier, DeviceTierConfig),
+                "only the first tier can be a DeviceTierConfig on this device",
+            )

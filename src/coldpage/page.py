@@ -1,0 +1,143 @@
+"""Per-page state, in columns. A page id is a row; operations take arrays of page ids.
+
+A page has at most one slot a level. ``present`` says on which levels that slot holds a valid copy,
+``reserved`` on which it is the destination of a transfer in flight, ``busy`` on which a transfer in
+flight still reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.types import HOT_LEVEL, NO_PAGE, CacheLevel, Int32Array, PageStatus, Priority
+
+__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "PageTable", "level_bit"]
+
+DEFAULT_PRIORITY: Final = Priority(35)
+HOT_BIT: Final = np.uint8(1 << HOT_LEVEL)
+_INITIAL_ROWS: Final = 1024
+
+# name -> dtype; each is one array [num_rows]. ``slot`` apart: [num_levels, num_rows].
+_COLUMNS: Final[dict[str, npt.DTypeLike]] = {
+    "life_cycle": np.int16,
+    "ordinal": np.int32,
+    "present": np.uint8,
+    "reserved": np.uint8,
+    "busy": np.uint8,
+    "is_missing": np.bool_,
+    "is_protected": np.bool_,
+    "num_refs": np.int32,
+    "num_locks": np.int32,
+    "node": np.int32,
+    "version": np.int32,
+    "priority": np.int16,
+    "last_use": np.int64,
+    "num_accesses": np.int32,
+}
+
+
+def level_bit(level: CacheLevel) -> np.uint8:
+    """The bit of a level in ``present``, ``reserved`` and ``busy``."""
+    return np.uint8(1 << level)
+
+
+class PageTable:
+    """The columns of all pages of one manager. Row 0 (NO_PAGE) is never a page."""
+
+    life_cycle: npt.NDArray[np.int16]
+    ordinal: Int32Array  # the block's place in the sequence that made the page
+    present: npt.NDArray[np.uint8]
+    reserved: npt.NDArray[np.uint8]
+    busy: npt.NDArray[np.uint8]
+    is_missing: npt.NDArray[np.bool_]  # held, but its contents are lost: to be recomputed
+    is_protected: npt.NDArray[np.bool_]  # holds the attention sinks or is the newest block
+    num_refs: Int32Array  # sequences that hold it
+    num_locks: Int32Array  # active sequences among them
+    node: Int32Array  # the prefix-tree node that holds it; 0: none, its contents are not committed
+    version: Int32Array  # grows with each grant of writing: a transfer of older bytes is void
+    priority: npt.NDArray[np.int16]
+    last_use: npt.NDArray[np.int64]
+    num_accesses: Int32Array
+
+    def __init__(self, num_levels: int) -> None:
+        self.num_levels = num_levels
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(_INITIAL_ROWS, dtype))
+        self.slot: Int32Array = np.zeros((num_levels, _INITIAL_ROWS), np.int32)
+        self._free: list[int] = []
+        self._next_row = int(NO_PAGE) + 1
+        self.clock = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Rows in use."""
+        return self._next_row - 1 - len(self._free)
+
+    def _grow(self, num_rows: int) -> None:
+        new_size = max(num_rows, 2 * self.present.size)
+        for name in _COLUMNS:
+            old = getattr(self, name)
+            new = np.zeros(new_size, old.dtype)
+            new[: old.size] = old
+            setattr(self, name, new)
+        slot = np.zeros((self.num_levels, new_size), np.int32)
+        slot[:, : self.slot.shape[1]] = self.slot
+        self.slot = slot
+
+    def create(
+        self, life_cycles: npt.NDArray[np.int16], ordinals: Int32Array, priority: Priority
+    ) -> Int32Array:
+        """New pages with one reference, on no level. Returns their ids [len(life_cycles)]."""
+        count = life_cycles.size
+        reused = self._free[len(self._free) - min(count, len(self._free)) :]
+        del self._free[len(self._free) - len(reused) :]
+        num_fresh = count - len(reused)
+        if self._next_row + num_fresh > self.present.size:
+            self._grow(self._next_row + num_fresh)
+        fresh = range(self._next_row, self._next_row + num_fresh)
+        self._next_row += num_fresh
+        ids = np.array([*reused, *fresh], np.int32)
+        self.life_cycle[ids] = life_cycles
+        self.ordinal[ids] = ordinals
+        self.priority[ids] = priority
+        self.num_refs[ids] = 1
+        self.last_use[ids] = self.clock
+        return ids
+
+    def destroy(self, pages: Int32Array) -> None:
+        """Forget pages that own no slot and that nobody refers to."""
+        assert not (self.present[pages] | self.reserved[pages] | self.busy[pages]).any(), (
+            "a page still owns slots"
+        )
+        assert not (self.num_refs[pages].any() or self.node[pages].any()), (
+            "a page is still referred to"
+        )
+        for name in _COLUMNS:
+            if name != "version":
+                getattr(self, name)[pages] = 0
+        # A transfer that still names the old page must not take the row's next owner for it.
+        self.version[pages] += 1
+        self._free.extend(pages.tolist())
+
+    def touch(self, pages: Int32Array) -> None:
+        """Note a use of the pages now."""
+        self.clock += 1
+        self.last_use[pages] = self.clock
+        self.num_accesses[pages] += 1
+
+    def status(self, page: int) -> PageStatus:
+        """What the page's holders allow; a view for readers, not for hot paths."""
+        if self.num_locks[page]:
+            return PageStatus.LOCKED
+        return PageStatus.HELD if self.num_refs[page] else PageStatus.DROPPABLE
+
+    def level_of(self, pages: Int32Array) -> npt.NDArray[np.int8]:
+        """The hottest level with a valid copy, by page; ``num_levels`` where there is none yet."""
+        bits = self.present[pages]
+        levels = np.full(pages.size, self.num_levels, np.int8)
+        for level in range(self.num_levels - 1, -1, -1):
+            levels[(bits >> level) & 1 != 0] = level
+        return levels

@@ -1,0 +1,151 @@
+"""A pool in a file of fixed-size slots: a 4 KiB header with a checksum, then one cold page. One I/O
+a page.
+
+A slot's header says what was written there; a read is good only if header and payload agree with
+it, so a torn, flipped or misplaced blob is a miss and never data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from coldpage.device.base import IoJob
+from coldpage.device.file import BlockFile
+from coldpage.types import ByteRange, Int32Array, Int64Array, MemAddress
+
+__all__ = ["DISK_HEADER_BYTES", "DiskPool", "disk_slot_bytes"]
+
+DISK_HEADER_BYTES: Final = 4096
+_ALIGNMENT: Final = 4096
+_MAGIC: Final = b"CPG1"
+# magic, format version, payload bytes, slot id, write number, payload checksum
+_HEADER: Final = struct.Struct("<4sIQQQQ")
+_FORMAT_VERSION: Final = 1
+_CHECKSUM: Final = struct.Struct("<Q")
+
+Buffer = npt.NDArray[np.uint8]
+
+
+def disk_slot_bytes(payload_bytes: int) -> int:
+    """What a slot takes in the file: the header and the payload rounded up to 4 KiB."""
+    return DISK_HEADER_BYTES + -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_at(address: int, num_bytes: int) -> Buffer:
+    """The memory at ``address`` as an array; the caller keeps it alive."""
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+
+
+class _Slab(threading.local):
+    """An aligned buffer for one slot, one a thread: the header always, the payload when its memory
+    is not aligned.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.array: Buffer = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+class DiskPool:
+    """``num_slots`` slots in ``file``, each holding one payload of ``payload_bytes``."""
+
+    def __init__(self, file: BlockFile, num_slots: int, payload_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.payload_bytes = payload_bytes
+        self.slot_bytes = disk_slot_bytes(payload_bytes)
+        self._file = file
+        self._slab = _Slab(self.slot_bytes)
+        # What each slot last had written to it: an older copy that a lost write left behind must
+        # not pass.
+        self._write_number: Int64Array = np.zeros(num_slots, np.int64)
+        self._next_write_number = 1
+
+    def write_jobs(self, slots: Int32Array, addresses: Int64Array) -> list[IoJob]:
+        """Jobs that write the payload at each address to its slot. The memory stays untouched until
+        they end.
+        """
+        numbers = np.arange(self._next_write_number, self._next_write_number + slots.size)
+        self._next_write_number += int(slots.size)
+        self._write_number[slots] = numbers
+        return [
+            IoJob(self._writer(slot, number, address), reads=(self._range(address),))
+            for slot, number, address in zip(
+                slots.tolist(), numbers.tolist(), addresses.tolist(), strict=True
+            )
+        ]
+
+    def read_jobs(self, slots: Int32Array, addresses: Int64Array) -> list[IoJob]:
+        """Jobs that read each slot's payload to its address; a job whose checks fail says so and
+        leaves bytes that nobody may use.
+        """
+        numbers = self._write_number[slots]
+        return [
+            IoJob(self._reader(slot, number, address), writes=(self._range(address),))
+            for slot, number, address in zip(
+                slots.tolist(), numbers.tolist(), addresses.tolist(), strict=True
+            )
+        ]
+
+    def _range(self, address: int) -> ByteRange:
+        return ByteRange(MemAddress(address), self.payload_bytes)
+
+    def _buffers(self, address: int) -> tuple[Buffer, Buffer, list[Buffer]]:
+        """Header, payload at ``address``, and the aligned buffers of the I/O."""
+        slab = self._slab.array
+        header = slab[:DISK_HEADER_BYTES]
+        payload = _bytes_at(address, self.payload_bytes)
+        if address % _ALIGNMENT == 0 and self.payload_bytes % _ALIGNMENT == 0:
+            return header, payload, [header, payload]
+        return header, payload, [slab]
+
+    def _writer(self, slot: int, number: int, address: int) -> Callable[[], bool]:
+        def write() -> bool:
+            header, payload, buffers = self._buffers(address)
+            checksum = xxhash.xxh3_64_intdigest(payload)
+            fields = (_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number, checksum)
+            _HEADER.pack_into(header, 0, *fields)
+            _CHECKSUM.pack_into(
+                header, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size])
+            )
+            if len(buffers) == 1:
+                bounce = buffers[0][DISK_HEADER_BYTES:]
+                bounce[: self.payload_bytes] = payload
+                bounce[self.payload_bytes :] = 0
+            try:
+                self._file.writev(slot * self.slot_bytes, buffers)
+            except OSError:
+                return False
+            return True
+
+        return write
+
+    def _reader(self, slot: int, number: int, address: int) -> Callable[[], bool]:
+        def read() -> bool:
+            header, payload, buffers = self._buffers(address)
+            try:
+                self._file.readv(slot * self.slot_bytes, buffers)
+            except OSError:
+                return False
+            if len(buffers) == 1:
+                payload[:] = buffers[0][DISK_HEADER_BYTES : DISK_HEADER_BYTES + self.payload_bytes]
+            (header_checksum,) = _CHECKSUM.unpack_from(header, _HEADER.size)
+            if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
+                return False
+            *fields, checksum = _HEADER.unpack_from(header, 0)
+            if fields != [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]:
+                return False
+            return bool(checksum == xxhash.xxh3_64_intdigest(payload))
+
+        return read
+
+    def close(self) -> None:
+        """Close the file. No job may be in flight."""
+        self._file.close()

@@ -1,0 +1,38 @@
+"""A pool in memory: slot ``s`` lies at ``base_address + s * slot_bytes``."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import Device, MemoryKind
+from coldpage.types import Int32Array, Int64Array, MemAddress
+
+__all__ = ["MemoryPool"]
+
+
+class MemoryPool:
+    """``num_slots`` slots of ``slot_bytes`` in one allocation that the pool owns."""
+
+    def __init__(self, device: Device, num_slots: int, slot_bytes: int, kind: MemoryKind) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self._memory = device.allocate(num_slots * slot_bytes, kind)
+
+    @property
+    def base_address(self) -> MemAddress:
+        """Where slot 0 lies."""
+        return self._memory.address
+
+    def addresses(self, slots: Int32Array) -> Int64Array:
+        """The address of each slot, int64 [len(slots)]."""
+        return slots.astype(np.int64) * self.slot_bytes + self.base_address
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes, [num_slots, slot_bytes]; raises DeviceError where the host can not reach them."""
+        return self._memory.array.reshape(self.num_slots, self.slot_bytes)
+
+    def close(self) -> None:
+        """Free the memory. The caller has synchronised everything that used it."""
+        self._memory.free()

@@ -1,0 +1,154 @@
+"""The radix tree of committed blocks: equal prefixes find each other's pages by content.
+
+A block's key is a SHA-256 chain over its parent's key and its tokens, so one dictionary of keys is
+the tree. The root of the chain holds the model, the scope and the provenance: what differs in one
+of them never matches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.config import ReuseScope
+from coldpage.page import PageTable
+from coldpage.types import NO_PAGE, BlockKey, Int32Array, LifeCycleId
+
+__all__ = ["EXACT_PROVENANCE", "PrefixTree", "block_key", "root_key"]
+
+EXACT_PROVENANCE: Final = b"exact"
+_INITIAL_NODES: Final = 1024
+_NO_NODE: Final = 0  # row 0 is never a node
+_TOKEN_DTYPE: Final = np.dtype("<i4")
+
+
+def root_key(model_fingerprint: bytes, scope: ReuseScope, provenance: bytes) -> BlockKey:
+    """The parent of every first block. Each field goes in with its length, so no two roots read
+    alike.
+    """
+    digest = hashlib.sha256(b"coldpage block key 1")
+    for part in (model_fingerprint, scope.adapter.encode(), scope.salt.encode(), provenance):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return BlockKey(digest.digest())
+
+
+def block_key(parent: BlockKey, tokens: npt.ArrayLike) -> BlockKey:
+    """SHA-256 over the parent's key and the tokens as 4-byte little-endian integers."""
+    data = np.asarray(tokens, _TOKEN_DTYPE).tobytes()
+    return BlockKey(hashlib.sha256(parent + data).digest())
+
+
+class PrefixTree:
+    """Which page holds which committed block, by life cycle. Rows are nodes; a page belongs to one
+    node.
+    """
+
+    def __init__(self, table: PageTable, num_life_cycles: int) -> None:
+        self._table = table
+        self._by_key: dict[BlockKey, int] = {}
+        self._keys: list[BlockKey] = [BlockKey(b"")]
+        self._pages: Int32Array = np.zeros((num_life_cycles, _INITIAL_NODES), np.int32)
+        self._parent: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
+        self._num_children: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
+        self._free: list[int] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Committed blocks that the tree knows, pages or not."""
+        return len(self._by_key)
+
+    def find(self, keys: Sequence[BlockKey]) -> Int32Array:
+        """The pages along a chain of keys: [num_life_cycles, num_found], up to the first unknown
+        key. An entry is NO_PAGE where the block has no usable page in that life cycle.
+        """
+        nodes: list[int] = []
+        for key in keys:
+            node = self._by_key.get(key, _NO_NODE)
+            if node == _NO_NODE:
+                break
+            nodes.append(node)
+        pages = self._pages[:, nodes]
+        return np.where(self._table.is_missing[pages], NO_PAGE, pages)
+
+    def insert(self, parent: BlockKey, key: BlockKey, pages: Int32Array) -> Int32Array:
+        """Commit one block; ``pages`` is [num_life_cycles], NO_PAGE where the sequence has none.
+
+        Returns the pages that the tree took: where it has a page for the block already, that one
+        stays and the caller's remains private to it.
+        """
+        node = self._by_key.get(key, _NO_NODE)
+        if node == _NO_NODE:
+            node = self._new_node(key, self._by_key.get(parent, _NO_NODE))
+        column = self._pages[:, node]
+        is_taken = (column == NO_PAGE) & (pages != NO_PAGE)
+        is_taken &= self._table.node[pages] == _NO_NODE
+        column[is_taken] = pages[is_taken]
+        taken: Int32Array = pages[is_taken]
+        self._table.node[taken] = node
+        if not column.any():
+            self._prune(node)
+        return taken
+
+    def _new_node(self, key: BlockKey, parent: int) -> int:
+        if self._free:
+            node = self._free.pop()
+            self._keys[node] = key
+        else:
+            node = len(self._keys)
+            self._keys.append(key)
+            if node >= self._parent.size:
+                self._grow()
+        self._by_key[key] = node
+        self._parent[node] = parent
+        if parent != _NO_NODE:
+            self._num_children[parent] += 1
+        return node
+
+    def _grow(self) -> None:
+        old = self._parent.size
+        self._pages = np.pad(self._pages, ((0, 0), (0, old)))
+        self._parent = np.pad(self._parent, (0, old))
+        self._num_children = np.pad(self._num_children, (0, old))
+
+    def on_forgotten(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
+        """The storage has dropped these pages: see StorageObserver."""
+        self._pages[life_cycles, nodes] = NO_PAGE
+        for node in nodes.tolist():
+            self._prune(node)
+
+    def _prune(self, node: int) -> None:
+        """Remove the node, and its ancestors, as far as they hold neither pages nor children."""
+        while node != _NO_NODE and self._keys[node]:
+            if self._num_children[node] or self._pages[:, node].any():
+                return
+            parent = int(self._parent[node])
+            del self._by_key[self._keys[node]]
+            self._keys[node] = BlockKey(b"")
+            self._free.append(node)
+            if parent != _NO_NODE:
+                self._num_children[parent] -= 1
+            node = parent
+
+    def pages_of(self, life_cycle: LifeCycleId) -> Int32Array:
+        """Every page that the tree holds in a life cycle."""
+        row = self._pages[life_cycle]
+        held: Int32Array = row[row != NO_PAGE]
+        return held
+
+    def check_integrity(self) -> None:
+        """Assert that pages and nodes name each other and that children are counted right."""
+        life_cycles, nodes = np.nonzero(self._pages)
+        pages = self._pages[life_cycles, nodes]
+        assert bool((self._table.node[pages] == nodes).all()), "a page does not know its node"
+        assert int(np.count_nonzero(self._table.node)) == pages.size, (
+            "a node does not know its page"
+        )
+        live = np.array(list(self._by_key.values()), np.int32)
+        children = np.bincount(self._parent[live], minlength=self._parent.size)
+        children[_NO_NODE] = 0
+        assert bool((children == self._num_children).all()), "children are counted wrong"

@@ -1,0 +1,434 @@
+"""One sequence's cache: its tokens, its block table, and the life between suspended and active."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.block_table import BlockTable
+from coldpage.device.base import Stream
+from coldpage.errors import ClosedError, UsageError
+from coldpage.layout import LayerGroup
+from coldpage.page import HOT_BIT
+from coldpage.prefix import PrefixTree, block_key
+from coldpage.storage import Storage
+from coldpage.types import (
+    HOT_LEVEL,
+    NO_PAGE,
+    NO_SLOT,
+    BlockKey,
+    BlockOrdinal,
+    CacheLevel,
+    Int32Array,
+    LayerGroupId,
+    Priority,
+)
+
+__all__ = ["KVCache", "KVCacheStatus", "ReusedPrefix", "SequenceContext"]
+
+
+class KVCacheStatus(enum.Enum):
+    """Where a sequence's cache is in its life."""
+
+    SUSPENDED = "suspended"  # its pages may migrate
+    ACTIVE = "active"  # its pages are locked hot
+    CLOSED = "closed"  # it holds nothing
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceContext:
+    """What every sequence of one manager shares. ``check_thread`` raises for any thread but the
+    owner.
+    """
+
+    storage: Storage
+    tree: PrefixTree
+    layer_groups: tuple[LayerGroup, ...]  # by life cycle
+    tokens_per_block: int
+    max_util_for_resume: float
+    check_thread: Callable[[], None]
+    wait_for_progress: Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedPrefix:
+    """The longest reusable prefix found for a new sequence."""
+
+    root: BlockKey
+    keys: list[BlockKey]
+    pages: Int32Array  # [num_life_cycles, num_blocks]
+    tokens: Int32Array
+    tokens_by_level: tuple[int, ...]
+
+
+class KVCache:
+    """A sequence's cache. Made suspended by ``KVCacheManager.create_kv_cache``; belongs to the
+    manager's thread.
+
+    ``num_committed_tokens <= history_length <= capacity``. Only positions in [history_length,
+    capacity) may be written, and only after the ``resize`` that granted them since the last
+    ``resume``, ``fork`` or ``truncate``.
+    """
+
+    def __init__(self, context: SequenceContext, prefix: ReusedPrefix, priority: Priority) -> None:
+        self._context = context
+        self._storage = context.storage
+        self._priority = priority
+        self._root = prefix.root
+        self._keys = list(prefix.keys)
+        self._tokens = prefix.tokens.copy()
+        self._num_committed = int(prefix.tokens.size)
+        self._table = BlockTable(len(context.layer_groups))
+        self._table.append(prefix.pages)
+        self._storage.hold(self._table.live_pages())
+        self._history_length = self._num_committed
+        self._capacity = self._num_committed
+        self._status = KVCacheStatus.SUSPENDED
+        self._stream: Stream | None = None
+        self._is_ready = False
+        # Blocks from here on have been granted for writing since the last resume.
+        self._writable_from = self._table.num_blocks
+        self.cached_tokens_by_level = prefix.tokens_by_level
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def status(self) -> KVCacheStatus:
+        """Suspended, active or closed."""
+        return self._status
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Tokens whose pages are final."""
+        return self._num_committed
+
+    @property
+    def history_length(self) -> int:
+        """Positions that have been written."""
+        return self._history_length
+
+    @property
+    def capacity(self) -> int:
+        """Positions that have a place."""
+        return self._capacity
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the table."""
+        return self._table.num_blocks
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The committed tokens, read-only [num_committed_tokens]."""
+        view = self._tokens[: self._num_committed]
+        view.flags.writeable = False
+        return view
+
+    def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
+        """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no hot page."""
+        table = self._storage.table
+        pages = self._table.pages[layer_group_id]
+        slots = table.slot[HOT_LEVEL, pages]
+        return np.where((table.present[pages] & HOT_BIT) != 0, slots, np.int32(NO_SLOT))
+
+    def missing_blocks(self) -> list[BlockOrdinal]:
+        """Blocks of the history whose contents were lost, ascending: recompute their positions in
+        this order, then call ``fill_missing``. While active each has blank hot pages to write to.
+        """
+        self._check_open()
+        is_missing = self._storage.table.is_missing[self._table.pages] | self._holes()
+        blocks = np.flatnonzero(is_missing[:, : self._num_written_blocks()].any(axis=0))
+        return [BlockOrdinal(i) for i in blocks.tolist()]
+
+    def _num_written_blocks(self) -> int:
+        return -(-self._history_length // self._context.tokens_per_block)
+
+    def _holes(self) -> npt.NDArray[np.bool_]:
+        """Entries that should have a page and have none, [num_life_cycles, num_blocks]."""
+        holes: npt.NDArray[np.bool_] = self._table.pages == NO_PAGE
+        for life_cycle, group in enumerate(self._context.layer_groups):
+            stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
+            holes[life_cycle, stale.start : stale.stop] = False
+        return holes
+
+    # ------------------------------------------------------------------ activity
+
+    def resume(self, stream: Stream | None = None) -> bool:
+        """Lock every live page hot and start bringing them there; then poll ``is_ready``.
+
+        With a ``stream``, work on the pages is ordered by events on it; without, the calling thread
+        itself works on them. Returns False, changing nothing, when the pages do not fit the hot
+        level now.
+        """
+        self._check_status(KVCacheStatus.SUSPENDED, "resume")
+        pages = self._table.live_pages()
+        if not self._storage.lock(pages, self._context.max_util_for_resume):
+            return False
+        self._status = KVCacheStatus.ACTIVE
+        self._stream = stream
+        self._is_ready = False
+        self._writable_from = self._table.num_blocks
+        if not self._fill_holes():
+            self.suspend()
+            return False
+        return True
+
+    def _fill_holes(self) -> bool:
+        """Give blank pages, marked missing, to blocks that should have one and have none."""
+        holes = self._holes()
+        if not holes.any():
+            return True
+        life_cycles, ordinals = np.nonzero(holes)
+        pages = self._storage.create(
+            life_cycles.astype(np.int16), ordinals.astype(np.int32), self._priority
+        )
+        if pages is None:
+            return False
+        self._storage.table.is_missing[pages] = True
+        self._table.pages[holes] = pages
+        return True
+
+    def is_ready(self) -> bool:
+        """Whether every page is hot, verified and quiescent, so that attention may use it. Never
+        blocks.
+        """
+        self._check_status(KVCacheStatus.ACTIVE, "is_ready")
+        if self._is_ready:
+            return True
+        self._storage.poll()
+        pages = self._table.live_pages()
+        if not self._storage.are_hot(pages):
+            return False
+        events = self._storage.moves.outstanding(pages)
+        if self._stream is None:
+            self._is_ready = not events
+            return self._is_ready
+        for event in events:
+            self._stream.wait(event)
+        self._is_ready = True
+        return True
+
+    def synchronize(self) -> None:
+        """Block until ``is_ready``."""
+        while not self.is_ready():
+            self._context.wait_for_progress(0.05)
+
+    def suspend(self) -> None:
+        """Let the pages migrate. Never fails. ``capacity`` shrinks to ``history_length``."""
+        self._check_status(KVCacheStatus.ACTIVE, "suspend")
+        self._cut_capacity(self._history_length)
+        self._protect()
+        self._storage.unlock(self._table.live_pages(), self._stream)
+        self._status = KVCacheStatus.SUSPENDED
+        self._stream = None
+
+    def _protect(self) -> None:
+        """Mark the first and the newest block: eviction takes the others of this sequence before
+        them.
+        """
+        table = self._storage.table
+        table.is_protected[self._table.live_pages()] = False
+        for column in (0, self._table.num_blocks - 1):
+            if self._table.num_blocks:
+                pages = self._table.pages[:, column]
+                table.is_protected[pages[pages != NO_PAGE]] = True
+
+    # ------------------------------------------------------------------ growing and shrinking
+
+    def resize(self, capacity: int, history_length: int | None = None) -> bool:
+        """Have room for ``capacity`` positions and grant writing [history_length, capacity).
+
+        All or nothing: False, changing nothing visible, when the hot level has no room now. Shared
+        pages in the granted range are copied; ``history_length``, if given, first becomes the
+        number of written positions.
+        """
+        self._check_status(KVCacheStatus.ACTIVE, "resize")
+        history = self._history_length if history_length is None else history_length
+        if (
+            not self._num_committed <= history <= max(capacity, self._capacity)
+            or capacity < history
+        ):
+            raise UsageError(
+                f"resize to capacity {capacity} and history {history} breaks "
+                f"committed {self._num_committed} <= history <= capacity"
+            )
+        if not (self._grant_writing(history) and self._grow(capacity) and self._fill_holes()):
+            return False
+        self._history_length = history
+        self._cut_capacity(capacity)
+        self._release_stale()
+        return True
+
+    def _grant_writing(self, history: int) -> bool:
+        first = history // self._context.tokens_per_block
+        last = min(self._writable_from, self._table.num_blocks)
+        if first >= last:
+            return True
+        entries = self._table.pages[:, first:last]
+        has_page = entries != NO_PAGE
+        pages = self._storage.make_writable(entries[has_page], self._stream)
+        if pages is None:
+            return False
+        entries[has_page] = pages
+        self._writable_from = first
+        self._is_ready = False
+        return True
+
+    def _grow(self, capacity: int) -> bool:
+        old = self._table.num_blocks
+        num_new = -(-capacity // self._context.tokens_per_block) - old
+        if num_new > 0:
+            life_cycles = self._table.life_cycles(num_new)
+            ordinals = np.tile(
+                np.arange(old, old + num_new, dtype=np.int32), len(self._context.layer_groups)
+            )
+            pages = self._storage.create(life_cycles, ordinals, self._priority)
+            if pages is None:
+                return False
+            self._table.append(pages.reshape(-1, num_new))
+            self._writable_from = min(self._writable_from, old)
+            self._is_ready = False
+        self._capacity = max(capacity, self._capacity)
+        return True
+
+    def _cut_capacity(self, capacity: int) -> None:
+        self._capacity = capacity
+        num_blocks = -(-capacity // self._context.tokens_per_block)
+        if num_blocks < self._table.num_blocks:
+            self._release(self._table.cut(num_blocks))
+            self._writable_from = min(self._writable_from, num_blocks)
+
+    def _release(self, pages: Int32Array) -> None:
+        is_active = self._status is KVCacheStatus.ACTIVE
+        self._storage.release(pages, self._stream, is_locked=is_active)
+
+    def _release_stale(self) -> None:
+        for life_cycle, group in enumerate(self._context.layer_groups):
+            stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
+            if len(stale):
+                self._release(self._table.take(life_cycle, stale.start, stale.stop))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget every position from ``num_tokens`` on; ``capacity`` and ``history_length`` become
+        it.
+
+        Blocks that a sliding window needs again and has given up are missing blocks afterwards.
+        """
+        self._check_open()
+        if not 0 <= num_tokens <= self._history_length:
+            raise UsageError(
+                f"truncate to {num_tokens} of {self._history_length} written positions"
+            )
+        self._num_committed = min(self._num_committed, num_tokens)
+        self._history_length = num_tokens
+        del self._keys[self._num_committed // self._context.tokens_per_block :]
+        self._cut_capacity(num_tokens)
+        # The last block may be cut inside a page that others share or that is committed.
+        self._writable_from = self._table.num_blocks
+
+    # ------------------------------------------------------------------ content
+
+    def commit(self, tokens: Sequence[int] | Int32Array) -> None:
+        """The next tokens, for positions from ``num_committed_tokens`` on, are final and their K
+        and V written.
+
+        Each block that becomes full can be reused by other sequences from now on.
+        """
+        self._check_status(KVCacheStatus.ACTIVE, "commit")
+        new = np.asarray(tokens, np.int32).ravel()
+        start, stop = self._num_committed, self._num_committed + new.size
+        if stop > self._capacity:
+            raise UsageError(
+                f"commit up to {stop} with a capacity of {self._capacity}: resize first"
+            )
+        if stop > self._tokens.size:
+            grown = np.zeros(max(stop, 2 * self._tokens.size, 64), np.int32)
+            grown[:start] = self._tokens[:start]
+            self._tokens = grown
+        self._tokens[start:stop] = new
+        self._num_committed = stop
+        self._history_length = max(self._history_length, stop)
+        per_block = self._context.tokens_per_block
+        if stop // per_block > start // per_block:
+            self._commit_blocks(start // per_block, stop // per_block)
+            self._release_stale()
+
+    def _commit_blocks(self, start: int, stop: int) -> None:
+        per_block = self._context.tokens_per_block
+        is_missing = self._storage.table.is_missing
+        taken: list[Int32Array] = []
+        for block in range(start, stop):
+            parent = self._keys[-1] if self._keys else self._root
+            key = block_key(parent, self._tokens[block * per_block : (block + 1) * per_block])
+            self._keys.append(key)
+            pages = self._table.pages[:, block]
+            pages = np.where(is_missing[pages], NO_PAGE, pages)
+            taken.append(self._context.tree.insert(parent, key, pages))
+        if self._stream is not None:
+            # Another sequence may read them from now on, and must come after what this stream
+            # wrote.
+            self._storage.moves.order_after(np.concatenate(taken), self._stream)
+
+    def fill_missing(self, ordinals: Sequence[BlockOrdinal]) -> None:
+        """The pages of these blocks have been recomputed and are good again."""
+        self._check_status(KVCacheStatus.ACTIVE, "fill_missing")
+        pages = self._table.pages[:, list(ordinals)].ravel()
+        pages = pages[pages != NO_PAGE]
+        self._storage.table.is_missing[pages] = False
+        if self._stream is not None:
+            self._storage.moves.order_after(pages, self._stream)
+
+    def fork(self) -> KVCache:
+        """A suspended cache with the same history. Every page is shared, the partial last block
+        included, and copied by whoever writes to it first; a granted ``resize`` must be asked for
+        again.
+        """
+        self._check_open()
+        prefix = ReusedPrefix(
+            self._root,
+            self._keys,
+            self._table.pages[:, : self._num_written_blocks()],
+            self._tokens[: self._num_committed],
+            (0,) * len(self._storage.levels),
+        )
+        other = KVCache(self._context, prefix, self._priority)
+        other._history_length = other._capacity = self._history_length
+        if self._stream is not None:
+            self._storage.moves.order_after(self._table.live_pages(), self._stream)
+        self._writable_from = self._table.num_blocks
+        return other
+
+    def prefetch(self, level: CacheLevel = HOT_LEVEL) -> None:
+        """Start pulling a suspended cache's pages up to ``level``, as far as there is room at no
+        cost.
+        """
+        self._check_status(KVCacheStatus.SUSPENDED, "prefetch")
+        self._storage.prefetch(self._table.live_pages(), self._storage.levels[level])
+
+    def close(self) -> None:
+        """Let go of everything. Committed full blocks stay reusable until their room is needed.
+        Idempotent.
+        """
+        if self._status is KVCacheStatus.CLOSED:
+            return
+        self._context.check_thread()
+        self._protect()
+        self._release(self._table.cut(0))
+        self._status = KVCacheStatus.CLOSED
+        self._stream = None
+
+    def _check_open(self) -> None:
+        self._context.check_thread()
+        if self._status is KVCacheStatus.CLOSED:
+            raise ClosedError("this KV cache is closed")
+
+    def _check_status(self, wanted: KVCacheStatus, call: str) -> None:
+        self._check_open()
+        if self._status is not wanted:
+            raise UsageError(
+                f"{call} needs a KV cache that is {wanted.value}; this one is {self._status.value}"
+            )

@@ -1,0 +1,107 @@
+"""The copies of pages: giving a page a slot, taking one away, and what follows when the last is
+gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from coldpage.events import Counters, StorageObserver
+from coldpage.page import HOT_BIT, PageTable
+from coldpage.pools import LevelPools, split_by
+from coldpage.types import HOT_LEVEL, Int32Array
+
+__all__ = ["PageCopies"]
+
+logger = logging.getLogger(__name__)
+
+
+class PageCopies:
+    """Keeps page columns and slot allocators in step. Every slot is taken and given back here or in
+    a transfer.
+    """
+
+    def __init__(self, levels: Sequence[LevelPools], table: PageTable, counters: Counters) -> None:
+        self.levels = levels
+        self.table = table
+        self.counters = counters
+        self.observers: list[StorageObserver] = []
+
+    def allocate(self, level: LevelPools, pages: Int32Array) -> None:
+        """Give each page a slot on the level. The caller has made sure that enough are free."""
+        for pool_group, members in split_by(self.pool_groups(level, pages), pages):
+            self.table.slot[level.level, members] = level.allocators[pool_group].allocate(members)
+
+    def pool_groups(self, level: LevelPools, pages: Int32Array) -> np.ndarray:
+        """The pool group of each page on the level."""
+        return level.pool_group_of[self.table.life_cycle[pages]]
+
+    def free_slots(self, level: LevelPools, pages: Int32Array) -> None:
+        """Give back the pages' slots on the level; their columns are the caller's."""
+        for pool_group, members in split_by(self.pool_groups(level, pages), pages):
+            level.allocators[pool_group].free(self.table.slot[level.level, members])
+
+    def drop(self, level: LevelPools, pages: Int32Array) -> None:
+        """The pages' copies on the level are copies no more. A slot still being read is freed when
+        that ends.
+        """
+        table = self.table
+        pages = pages[(table.present[pages] & level.bit) != 0]
+        table.present[pages] &= ~level.bit
+        self.free_slots(level, pages[(table.busy[pages] & level.bit) == 0])
+
+    def drop_cold(self, pages: Int32Array) -> None:
+        """Only the hot copies stay."""
+        for level in self.levels[1:]:
+            self.drop(level, pages)
+
+    def lose(self, pages: Int32Array) -> None:
+        """The contents of ``pages``, which have no copy left, are gone: held pages are missing from
+        now on, droppable ones are forgotten.
+        """
+        if not pages.size:
+            return
+        table, totals = self.table, self.counters.totals
+        is_held = table.num_refs[pages] > 0
+        held, droppable = pages[is_held], pages[~is_held]
+        if held.size:
+            if not totals["lost_held_pages"]:
+                logger.warning(
+                    "the colder tiers are full of held pages: %d pages were dropped and will be "
+                    "recomputed when needed; give a tier more room to avoid this",
+                    held.size,
+                )
+            totals["lost_held_pages"] += int(held.size)
+            table.is_missing[held] = True
+        if droppable.size:
+            totals["dropped_pages"] += int(droppable.size)
+            self.forget(droppable)
+
+    def forget(self, pages: Int32Array) -> None:
+        """Take committed pages out of the prefix tree and, if nobody holds them, bury them."""
+        table = self.table
+        nodes, life_cycles = table.node[pages].copy(), table.life_cycle[pages].copy()
+        committed = nodes != 0
+        table.node[pages] = 0
+        for observer in self.observers:
+            observer.on_forgotten(nodes[committed], life_cycles[committed])
+        self.bury(pages)
+
+    def bury(self, pages: Int32Array) -> None:
+        """Free everything of those pages that nobody refers to; what a transfer still uses is freed
+        when that transfer settles.
+        """
+        table = self.table
+        dead = pages[(table.num_refs[pages] == 0) & (table.node[pages] == 0)]
+        if not dead.size:
+            return
+        for level in self.levels:
+            self.drop(level, dead)
+        # A hot slot reserved for an onboarding that has not begun or has ended without one.
+        waiting = dead[((table.reserved[dead] & HOT_BIT) != 0) & (table.busy[dead] == 0)]
+        self.free_slots(self.levels[HOT_LEVEL], waiting)
+        table.reserved[waiting] &= ~HOT_BIT
+        table.destroy(dead[(table.reserved[dead] | table.busy[dead]) == 0])

@@ -1,0 +1,230 @@
+"""Making room: free slots first, then copies that cost nothing to give up, then moving down, last
+dropping.
+
+Nobody waits for a disk write here if it can be avoided. When a cold level in memory has no slot at
+once, victims from the hot level pass it by and go to the disk through the page ring, which frees
+their hot slots as soon as they are encoded; meanwhile a spill in the background gives that level's
+oldest pages a copy on disk, so that later their slots cost nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from coldpage.eviction import EvictionPolicy
+from coldpage.migration import CodecMoves, DiskMoves
+from coldpage.page import HOT_BIT, PageTable
+from coldpage.pools import LevelPools, split_by
+from coldpage.storage.copies import PageCopies
+from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex
+
+__all__ = ["Escalation", "Losable"]
+
+# The background spill keeps this fraction of a cold level in memory free or on disk too.
+SPILL_CLEAN_FRACTION: Final = 0.25
+# Pages that the spill has in flight at once.
+MAX_SPILL_PAGES: Final = 64
+
+
+class Losable(enum.IntEnum):
+    """What may be dropped for good to make room."""
+
+    NOTHING = 0
+    DROPPABLE = 1  # committed pages that nobody holds
+    HELD = 2  # those first, then pages of suspended sequences
+
+
+class Escalation:
+    """Makes room on levels. ``drain`` blocks until some transfer has advanced."""
+
+    def __init__(
+        self,
+        copies: PageCopies,
+        moves: CodecMoves,
+        disk_moves: DiskMoves | None,
+        policy: EvictionPolicy,
+        drain: Callable[[], None],
+    ) -> None:
+        self._copies = copies
+        self._table: PageTable = copies.table
+        self._levels: Sequence[LevelPools] = copies.levels
+        self._moves = moves
+        self._disk_moves = disk_moves
+        self._policy = policy
+        self._drain = drain
+
+    # ------------------------------------------------------------------ the hot level
+
+    def evictable(self, pool_group: PoolGroupIndex) -> Int32Array:
+        """Pages whose hot slot could be taken: nobody has them locked, nothing moves there."""
+        table = self._table
+        allocator = self._levels[HOT_LEVEL].allocators[pool_group]
+        owners = allocator.page[allocator.owned()]
+        in_motion = (table.reserved[owners] | table.busy[owners]) & HOT_BIT
+        evictable: Int32Array = owners[(table.num_locks[owners] == 0) & (in_motion == 0)]
+        return evictable
+
+    def make_hot_room(self, pool_group: PoolGroupIndex, count: int) -> bool:
+        """Have at least ``count`` free hot slots. All or nothing as far as eviction is concerned."""
+        hot, table = self._levels[HOT_LEVEL], self._table
+        allocator = hot.allocators[pool_group]
+        shortage = count - allocator.num_free
+        if shortage <= 0:
+            return True
+        candidates = self.evictable(pool_group)
+        if candidates.size < shortage:
+            return False
+        if len(self._levels) == 1:
+            victims = self._losses(candidates, shortage, Losable.HELD)
+        else:
+            victims = self._policy.choose(table, candidates, shortage)
+        has_other_copy = (table.present[victims] & ~HOT_BIT) != 0
+        self._copies.drop(hot, victims[has_other_copy | table.is_missing[victims]])
+        self._offload(victims[~(has_other_copy | table.is_missing[victims])])
+        return allocator.num_free >= count
+
+    def _offload(self, pages: Int32Array) -> None:
+        """Move hot pages, least valuable first, to the nearest level with room; what fits nowhere
+        is lost.
+
+        Held pages are lost, or displace held pages, only when no transfer in flight could still
+        make room.
+        """
+        rest = self._send_down(pages, Losable.DROPPABLE)
+        is_held = self._table.num_refs[rest] > 0
+        held, droppable = rest[is_held], rest[~is_held]
+        while held.size and self._disk_moves is not None and self._disk_moves.num_in_flight:
+            self._copies.counters.totals["room_waits"] += 1
+            self._drain()
+            held = self._send_down(held, Losable.DROPPABLE)
+        lost = np.concatenate([droppable, self._send_down(held, Losable.HELD)])
+        self._copies.drop(self._levels[HOT_LEVEL], lost)
+        self._copies.lose(lost)
+
+    def _send_down(self, pages: Int32Array, losable: Losable) -> Int32Array:
+        """Try the cold levels in order. Returns the pages for which none has room."""
+        for level in self._levels[1:]:
+            rest = [
+                self._send_to_group(level, PoolGroupIndex(group), members, losable)
+                for group, members in split_by(self._copies.pool_groups(level, pages), pages)
+            ]
+            pages = np.concatenate(rest) if rest else pages
+        return pages
+
+    def _send_to_group(
+        self, level: LevelPools, pool_group: PoolGroupIndex, pages: Int32Array, losable: Losable
+    ) -> Int32Array:
+        """The most valuable pages get what room there is; only the coldest level drops pages to
+        make it.
+        """
+        if level is not self._levels[-1]:
+            losable = Losable.NOTHING
+        room = self.make_cold_room(level, pool_group, pages.size, losable)
+        first = pages.size - room
+        self._send(level, pages[first:])
+        return pages[:first]
+
+    def _send(self, level: LevelPools, pages: Int32Array) -> None:
+        """Move hot pages to free slots of the level. Pages whose submission is rejected stay hot."""
+        if not pages.size:
+            return
+        self._copies.allocate(level, pages)
+        if level.is_disk:
+            refused = self._write_staged(level, pages)
+            self._copies.free_slots(level, refused)
+        else:
+            refused = self._moves.offload(pages, level)
+        sent = np.setdiff1d(pages, refused, assume_unique=True) if refused.size else pages
+        self._copies.drop(self._levels[HOT_LEVEL], sent)
+
+    def _write_staged(self, level: LevelPools, pages: Int32Array) -> Int32Array:
+        """Returns the pages that were rejected. Waits for staging only when all of it is in flight."""
+        disk_moves = self._disk_moves
+        assert disk_moves is not None
+        refused = disk_moves.write_staged(pages, level)
+        while refused.size and disk_moves.num_in_flight:
+            self._copies.counters.totals["staging_waits"] += 1
+            self._drain()
+            refused = disk_moves.write_staged(refused, level)
+        return refused
+
+    # ------------------------------------------------------------------ cold levels
+
+    def make_cold_room(
+        self, level: LevelPools, pool_group: PoolGroupIndex, count: int, losable: Losable
+    ) -> int:
+        """Have up to ``count`` free slots without waiting; returns how many of them there are.
+
+        Slots are freed in this order: copies of pages that also are on a hotter level, copies of
+        pages that also are on a colder one, and, as far as ``losable`` allows, pages that are
+        nowhere else.
+        """
+        table, allocator = self._table, level.allocators[pool_group]
+        shortage = count - allocator.num_free
+        if shortage > 0:
+            owners = allocator.page[allocator.owned()]
+            owners = owners[((table.busy[owners] | table.reserved[owners]) & level.bit) == 0]
+            hotter = np.uint8(level.bit - 1)
+            colder = ~(hotter | level.bit)
+            is_redundant = (table.present[owners] & hotter) != 0
+            shortage -= self._give_up(level, owners[is_redundant], shortage)
+            owners = owners[~is_redundant & (table.num_locks[owners] == 0)]
+            is_clean = (table.present[owners] & colder) != 0
+            shortage -= self._give_up(level, owners[is_clean], shortage)
+            owners = owners[~is_clean & (table.busy[owners] == 0) & (table.reserved[owners] == 0)]
+            victims = self._losses(owners, shortage, losable)
+            self._copies.drop(level, victims)
+            self._copies.lose(victims)
+        return min(count, allocator.num_free)
+
+    def _give_up(self, level: LevelPools, pages: Int32Array, count: int) -> int:
+        victims = self._policy.choose(self._table, pages, count)
+        self._copies.drop(level, victims)
+        return int(victims.size)
+
+    def _losses(self, pages: Int32Array, count: int, losable: Losable) -> Int32Array:
+        """Up to ``count`` pages to drop for good: droppable ones first, then held ones if allowed."""
+        is_held = self._table.num_refs[pages] > 0
+        chosen = pages[:0]
+        if losable >= Losable.DROPPABLE:
+            chosen = self._policy.choose(self._table, pages[~is_held], count)
+        if losable >= Losable.HELD:
+            held = self._policy.choose(self._table, pages[is_held], count - chosen.size)
+            chosen = np.concatenate([chosen, held])
+        return chosen
+
+    # ------------------------------------------------------------------ the background spill
+
+    def spill(self) -> None:
+        """Start writing the oldest pages of full cold levels in memory to the disk below them."""
+        for level in self._levels[1:-1]:
+            disk = self._levels[level.level + 1]
+            if level.is_disk or not disk.is_disk:
+                continue
+            for group in range(len(level.allocators)):
+                self._spill_group(level, PoolGroupIndex(group), disk)
+
+    def _spill_group(self, level: LevelPools, pool_group: PoolGroupIndex, disk: LevelPools) -> None:
+        table, allocator, disk_moves = self._table, level.allocators[pool_group], self._disk_moves
+        assert disk_moves is not None
+        budget = MAX_SPILL_PAGES - disk_moves.num_written_pages_in_flight
+        wanted = int(allocator.num_slots * SPILL_CLEAN_FRACTION) + 1 - allocator.num_free
+        if wanted <= 0 or budget <= 0:
+            return
+        owners = allocator.page[allocator.owned()]
+        owners = owners[(table.reserved[owners] & level.bit) == 0]
+        on_other_levels = (table.present[owners] | table.reserved[owners]) & ~level.bit
+        # Pages already free to give up, or on their way to be, count towards the goal.
+        dirty = owners[(on_other_levels == 0) & (table.busy[owners] == 0)]
+        wanted -= int(owners.size - dirty.size)
+        victims = self._policy.choose(table, dirty, min(wanted, budget))
+        for disk_group, members in split_by(self._copies.pool_groups(disk, victims), victims):
+            losable = Losable.DROPPABLE if disk is self._levels[-1] else Losable.NOTHING
+            room = self.make_cold_room(disk, PoolGroupIndex(disk_group), members.size, losable)
+            if room:
+                self._copies.allocate(disk, members[:room])
+                disk_moves.write_through(members[:room], level, disk)

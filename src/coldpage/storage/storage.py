@@ -1,0 +1,331 @@
+"""The levels as one store of pages: locking pages hot, letting go of them, and settling what was in
+flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import Device, Stream
+from coldpage.errors import SubmissionError
+from coldpage.events import Counters
+from coldpage.eviction import PriorityLru
+from coldpage.migration import CodecMoves, DiskMoves, Settlement
+from coldpage.page import HOT_BIT, PageTable
+from coldpage.pools import LevelPools, split_by
+from coldpage.storage.copies import PageCopies
+from coldpage.storage.escalation import Escalation, Losable
+from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex, Priority
+
+__all__ = ["Storage"]
+
+# How long a caller that must wait for a transfer sleeps at most between looking.
+_DRAIN_TIMEOUT_S = 0.05
+
+
+class Storage:
+    """All pages of one manager on all its levels. Owned by one thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        levels: Sequence[LevelPools],
+        table: PageTable,
+        moves: CodecMoves,
+        disk_moves: DiskMoves | None,
+        counters: Counters,
+    ) -> None:
+        self.table = table
+        self.levels = levels
+        self.moves = moves
+        self.counters = counters
+        self.copies = PageCopies(levels, table, counters)
+        self._device = device
+        self._disk_moves = disk_moves
+        self._hot = levels[HOT_LEVEL]
+        self._escalation = Escalation(self.copies, moves, disk_moves, PriorityLru(), self._drain)
+        num_groups = len(self._hot.allocators)
+        self._num_locked: npt.NDArray[np.int64] = np.zeros(num_groups, np.int64)
+
+    # ------------------------------------------------------------------ locking
+
+    def lock(self, pages: Int32Array, max_utilization: float) -> bool:
+        """Lock the pages and start bringing them to the hot level; False, changing no lock, when
+        they do not fit: locked pages would fill more than ``max_utilization`` of a hot pool group.
+        """
+        table = self.table
+        counts = self._count_groups(pages[table.num_locks[pages] == 0])
+        for group, count in enumerate(counts.tolist()):
+            limit = max(1, int(self._hot.allocators[group].num_slots * max_utilization))
+            if count and self._num_locked[group] + count > limit:
+                return False
+        table.num_locks[pages] += 1
+        self._num_locked += counts
+        table.touch(pages)
+        if not self._bring_hot(pages):
+            self.unlock(pages, None)
+            return False
+        return True
+
+    def unlock(self, pages: Int32Array, stream: Stream | None) -> None:
+        """Let the pages move again, after the work enqueued on ``stream`` so far."""
+        table = self.table
+        if stream is not None:
+            self.moves.order_after(pages[(table.present[pages] & HOT_BIT) != 0], stream)
+        table.num_locks[pages] -= 1
+        unlocked = pages[table.num_locks[pages] == 0]
+        self._num_locked -= self._count_groups(unlocked)
+        table.touch(pages)
+        # A blank page waiting to be recomputed is not worth moving.
+        self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
+
+    def _count_groups(self, pages: Int32Array) -> npt.NDArray[np.int64]:
+        groups = self.copies.pool_groups(self._hot, pages)
+        return np.bincount(groups, minlength=self._num_locked.size).astype(np.int64)
+
+    def _bring_hot(self, pages: Int32Array) -> bool:
+        """Give every page a hot slot and start filling it; False when there is no room or a move is
+        rejected.
+        """
+        table = self.table
+        cold = pages[((table.present[pages] | table.reserved[pages]) & HOT_BIT) == 0]
+        if not cold.size:
+            return True
+        for group, count in enumerate(self._count_groups(cold).tolist()):
+            if not self._escalation.make_hot_room(PoolGroupIndex(group), count):
+                return False
+        self.copies.allocate(self._hot, cold)
+        table.reserved[cold] |= HOT_BIT
+        return self._start_onboarding(cold)
+
+    def _start_onboarding(self, pages: Int32Array) -> bool:
+        """Fill reserved hot slots from the nearest copy; a page still being written is filled when
+        that ends.
+        """
+        table = self.table
+        blank = pages[table.is_missing[pages]]
+        table.present[blank] |= HOT_BIT
+        table.reserved[blank] &= ~HOT_BIT
+        pages = pages[~table.is_missing[pages] & (table.busy[pages] == 0) | self._in_memory(pages)]
+        accepted = True
+        for level in self.levels[1:]:
+            here = (table.present[pages] & level.bit) != 0
+            members, pages = pages[here], pages[~here]
+            if not members.size:
+                continue
+            if level.is_disk:
+                assert self._disk_moves is not None
+                self._disk_moves.read_staged(members, level)
+                continue
+            table.reserved[members] &= ~HOT_BIT
+            accepted &= self.moves.onboard(members, level).size == 0
+        return accepted
+
+    def _in_memory(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which pages have a copy on a cold level in memory."""
+        bits = np.uint8(sum(1 << lv.level for lv in self.levels[1:] if not lv.is_disk))
+        in_memory: npt.NDArray[np.bool_] = (self.table.present[pages] & bits) != 0
+        return in_memory
+
+    def are_hot(self, pages: Int32Array) -> bool:
+        """Whether every locked page is hot. Starts again what a rejected submission left behind."""
+        table = self.table
+        is_hot = (table.present[pages] & HOT_BIT) != 0
+        if bool(is_hot.all()):
+            return True
+        self._bring_hot(pages[~is_hot])
+        return False
+
+    # ------------------------------------------------------------------ creating and writing
+
+    def create(
+        self, life_cycles: npt.NDArray[np.int16], ordinals: Int32Array, priority: Priority
+    ) -> Int32Array | None:
+        """New blank hot pages, locked once; None when the hot level has no room for all of them."""
+        counts = np.bincount(
+            self._hot.pool_group_of[life_cycles], minlength=self._num_locked.size
+        ).astype(np.int64)
+        for group, count in enumerate(counts.tolist()):
+            if count and not self._escalation.make_hot_room(PoolGroupIndex(group), count):
+                return None
+        pages = self.table.create(life_cycles, ordinals, priority)
+        self.copies.allocate(self._hot, pages)
+        self.table.present[pages] |= HOT_BIT
+        self.table.num_locks[pages] = 1
+        self._num_locked += counts
+        return pages
+
+    def make_writable(self, pages: Int32Array, stream: Stream | None) -> Int32Array | None:
+        """Pages to write to instead of ``pages``, which the caller has locked, in the same order.
+
+        A page that somebody else may read (another holder, the prefix tree) is copied, and the
+        caller's reference and lock move to the copy; any other loses its colder copies, which will
+        be out of date. ``stream`` is where the caller's work on the pages was enqueued. None,
+        changing nothing, when there is no room.
+        """
+        table = self.table
+        is_shared = (table.num_refs[pages] > 1) | (table.node[pages] != 0)
+        shared, own = pages[is_shared], pages[~is_shared]
+        if shared.size:
+            fresh = self.create(
+                table.life_cycle[shared],
+                table.ordinal[shared],
+                Priority(int(table.priority[shared[0]])),
+            )
+            if fresh is None:
+                return None
+            if stream is not None:
+                self.moves.order_after(shared, stream)
+            try:
+                self.moves.copy_hot(shared, fresh)
+            except SubmissionError:
+                self.release(fresh, None, is_locked=True)
+                return None
+            table.is_missing[fresh] = table.is_missing[shared]
+            self.release(shared, None, is_locked=True)
+            pages = pages.copy()
+            pages[is_shared] = fresh
+        table.version[own] += 1
+        self.copies.drop_cold(own)
+        return pages
+
+    # ------------------------------------------------------------------ holding
+
+    def hold(self, pages: Int32Array) -> None:
+        """One more sequence refers to the pages."""
+        self.table.num_refs[pages] += 1
+
+    def release(self, pages: Int32Array, stream: Stream | None, *, is_locked: bool) -> None:
+        """One sequence less refers to the pages; what nobody refers to is freed, committed pages
+        stay droppable.
+        """
+        if not pages.size:
+            return
+        if is_locked:
+            self.unlock(pages, stream)
+        table = self.table
+        table.num_refs[pages] -= 1
+        unheld = pages[table.num_refs[pages] == 0]
+        missing = unheld[table.is_missing[unheld]]
+        self.copies.bury(unheld[table.node[unheld] == 0])
+        self.copies.forget(missing[table.node[missing] != 0])
+
+    def prefetch(self, pages: Int32Array, level: LevelPools) -> None:
+        """Start pulling pages up to the level, as far as there is room that costs nothing."""
+        table = self.table
+        hotter_or_equal = np.uint8((int(level.bit) << 1) - 1)
+        wanted = pages[
+            ((table.present[pages] & hotter_or_equal) == 0)
+            & (table.reserved[pages] == 0)
+            & (table.busy[pages] == 0)
+            & ~table.is_missing[pages]
+        ]
+        if level is self._hot:
+            self._prefetch_hot(wanted)
+            return
+        for source in self.levels[level.level + 1 :]:
+            here = wanted[(table.present[wanted] & source.bit) != 0]
+            if source.is_disk and not level.is_disk and here.size:
+                self._prefetch_from_disk(here, source, level)
+
+    def _prefetch_hot(self, pages: Int32Array) -> None:
+        for group, members in split_by(self.copies.pool_groups(self._hot, pages), pages):
+            some = members[: self._hot.allocators[group].num_free]
+            self.copies.allocate(self._hot, some)
+            self.table.reserved[some] |= HOT_BIT
+            self._start_onboarding(some)
+
+    def _prefetch_from_disk(self, pages: Int32Array, disk: LevelPools, level: LevelPools) -> None:
+        assert self._disk_moves is not None
+        table = self.table
+        table.touch(pages)
+        for group, members in split_by(self.copies.pool_groups(level, pages), pages):
+            pool_group = PoolGroupIndex(group)
+            room = self._escalation.make_cold_room(level, pool_group, members.size, Losable.NOTHING)
+            some = members[:room]
+            # Making room may have used a page's other copies; only what is still on that disk can
+            # be read.
+            some = some[(table.present[some] & disk.bit) != 0]
+            self.copies.allocate(level, some)
+            table.reserved[some] |= level.bit
+            self._disk_moves.read_through(some, disk, level)
+
+    # ------------------------------------------------------------------ time passes
+
+    def poll(self) -> None:
+        """Advance every transfer and start the background spill. Never blocks on I/O."""
+        self._advance()
+        if self._disk_moves is not None:
+            self._escalation.spill()
+
+    def _advance(self) -> None:
+        if self._disk_moves is not None and self._disk_moves.num_in_flight:
+            self._settle(self._disk_moves.advance())
+
+    def _drain(self) -> None:
+        self._device.wait_for_progress(_DRAIN_TIMEOUT_S)
+        self._advance()
+
+    def _settle(self, settled: Settlement) -> None:
+        """Follow up on ended transfers: losses, pages nobody wants any more, pages still waiting
+        for a copy.
+        """
+        if not settled.pages:
+            return
+        table = self.table
+        pages = np.unique(np.concatenate(settled.pages))
+        if settled.lost:
+            lost = np.unique(np.concatenate(settled.lost))
+            is_gone = (table.present[lost] == 0) & ((table.reserved[lost] & ~HOT_BIT) == 0)
+            lost = lost[is_gone & ((table.num_refs[lost] > 0) | (table.node[lost] != 0))]
+            self.copies.lose(lost)
+        self.copies.bury(pages)
+        is_waiting = ((table.reserved[pages] & HOT_BIT) != 0) & (table.busy[pages] == 0)
+        is_waiting &= (table.reserved[pages] & ~HOT_BIT) == 0
+        waiting = pages[is_waiting]
+        unwanted = waiting[table.is_missing[waiting] & (table.num_locks[waiting] == 0)]
+        self.copies.free_slots(self._hot, unwanted)
+        table.reserved[unwanted] &= ~HOT_BIT
+        self._start_onboarding(np.setdiff1d(waiting, unwanted, assume_unique=True))
+
+    def finish_transfers(self) -> None:
+        """Block until nothing is in flight."""
+        while self._disk_moves is not None and self._disk_moves.num_in_flight:
+            self._drain()
+        self.moves.synchronize()
+
+    # ------------------------------------------------------------------ checking
+
+    def check_integrity(self) -> None:
+        """Assert that columns and slots tell the same story on every level."""
+        table = self.table
+        locked = np.flatnonzero(table.num_locks).astype(np.int32)
+        assert bool((self._count_groups(locked) == self._num_locked).all()), "lock counts are off"
+        for level in self.levels:
+            owned = 0
+            for group, allocator in enumerate(level.allocators):
+                allocator.check_integrity()
+                slots = allocator.owned()
+                owners = allocator.page[slots]
+                owned += slots.size
+                assert bool((table.slot[level.level, owners] == slots).all()), (
+                    "slot and owner disagree"
+                )
+                assert bool((self.copies.pool_groups(level, owners) == group).all()), (
+                    "wrong pool group"
+                )
+                bits = table.present[owners] | table.reserved[owners] | table.busy[owners]
+                assert bool(((bits & level.bit) != 0).all()), f"a {level.name} slot leaked"
+            used = (table.present | table.reserved | table.busy) & level.bit
+            assert int(np.count_nonzero(used)) == owned, f"a page has no {level.name} slot"
+        both = table.present & table.reserved
+        assert not both.any(), "a copy is both valid and being written"
+        live = np.flatnonzero((table.num_refs > 0) | (table.node != 0))
+        in_flight = table.present[live] | table.reserved[live] | table.busy[live]
+        assert bool((in_flight != 0)[~table.is_missing[live]].all()), (
+            "a page has vanished unnoticed"
+        )
+        assert not (table.num_locks > table.num_refs).any(), "more locks than references"

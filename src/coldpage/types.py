@@ -1,0 +1,127 @@
+"""Typed ids and small value types that every layer shares.
+
+An index has a type, so that a slot id can not stand where a page id belongs. Numbers end in their
+unit, counts are ``num_x`` and ranges are half-open.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "HOT_LEVEL",
+    "NO_PAGE",
+    "NO_SLOT",
+    "PAGE_INDEX_PAIR",
+    "BlockKey",
+    "BlockOrdinal",
+    "BufferId",
+    "BufferRole",
+    "ByteRange",
+    "CacheLevel",
+    "CacheTier",
+    "HalfOpenRange",
+    "Int32Array",
+    "Int64Array",
+    "LayerGroupId",
+    "LayerId",
+    "LifeCycleId",
+    "MemAddress",
+    "PageId",
+    "PageIndexLocation",
+    "PageStatus",
+    "PoolGroupIndex",
+    "PoolIndex",
+    "Priority",
+    "SlotId",
+    "TokenId",
+]
+
+LayerId = NewType("LayerId", int)
+LayerGroupId = NewType("LayerGroupId", int)
+LifeCycleId = NewType("LifeCycleId", int)
+CacheLevel = NewType("CacheLevel", int)
+PoolGroupIndex = NewType("PoolGroupIndex", int)
+PoolIndex = NewType("PoolIndex", int)
+SlotId = NewType("SlotId", int)
+PageId = NewType("PageId", int)
+BlockOrdinal = NewType("BlockOrdinal", int)
+TokenId = NewType("TokenId", int)
+Priority = NewType("Priority", int)
+MemAddress = NewType("MemAddress", int)
+BlockKey = NewType("BlockKey", bytes)
+BufferRole = NewType("BufferRole", str)
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+HOT_LEVEL: Final = CacheLevel(0)
+# Row 0 of the page columns is never a page, so a block table can name it where it has none.
+NO_PAGE: Final = PageId(0)
+# Kernel-facing arrays only: the entry of a block with no hot page. Its positions score -inf.
+NO_SLOT: Final = SlotId(-1)
+
+# One (destination, source) pair of a codec call: two little-endian int32, 8 bytes.
+PAGE_INDEX_PAIR: Final = np.dtype([("dst", "<i4"), ("src", "<i4")])
+
+
+class CacheTier(enum.Enum):
+    """The medium of a cache level."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+
+
+class PageStatus(enum.Enum):
+    """What a page's holders allow the storage to do with it."""
+
+    LOCKED = "locked"  # an active sequence uses it: it stays on the hot level
+    HELD = "held"  # a suspended sequence's: it may migrate, and vanish only as the last resort
+    DROPPABLE = "droppable"  # committed and nobody's: it may vanish
+
+
+class PageIndexLocation(enum.Enum):
+    """Where a codec wants its array of index pairs."""
+
+    HOST = "host"  # a numpy array, valid until the codec call returns
+    DEVICE = "device"  # device memory, valid until the enqueued work completes
+
+
+@dataclass(frozen=True, slots=True)
+class BufferId:
+    """One (layer, role) region of a page."""
+
+    layer_id: LayerId
+    role: BufferRole
+
+
+@dataclass(frozen=True, slots=True)
+class HalfOpenRange:
+    """The integers ``start <= i < stop``; empty when ``stop <= start``."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __contains__(self, value: int) -> bool:
+        return self.start <= value < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """The bytes ``address <= a < address + num_bytes`` that some work reads or writes."""
+
+    address: MemAddress
+    num_bytes: int
