@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from coldpage.errors import StorageError
 
-__all__ = ["DIRECT_ALIGNMENT", "BlockFile"]
+__all__ = ["DIRECT_ALIGNMENT", "BlockFile", "Buffer"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ DIRECT_ALIGNMENT: Final = 4096
 # The kernel refuses more buffers in one preadv or pwritev (IOV_MAX).
 _MAX_BUFFERS: Final = 1024
 
+# One-dimensional bytes.
 Buffer = memoryview | npt.NDArray[np.uint8]
 
 

@@ -1,0 +1,192 @@
+"""What the host device does beyond what every device does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from coldpage.device.base import IoJob, MemoryKind
+from coldpage.device.host import MAX_QUEUED_OPS, HostDevice
+from coldpage.device.io import ThreadedIo
+from coldpage.device.progress import Progress
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_threads_end_with_the_device() -> None:
+    before = set(threading.enumerate())
+    device = HostDevice(num_io_threads=3)
+    device.create_stream("a")
+    assert len(set(threading.enumerate()) - before) == 1  # I/O threads wait for the first job
+    device.io.submit([IoJob(bool)]).synchronize()
+    assert len(set(threading.enumerate()) - before) == 4
+    device.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_view_outlives_its_memory() -> None:
+    device = HostDevice()
+    memory = device.allocate(1 << 22, MemoryKind.DEVICE)
+    view = memory.array[100:200]
+    view[:] = 5
+    memory.free()
+    memory.free()
+    assert view.shape == (100,)
+    view[:] = 6  # the addresses still exist
+    device.close()
+
+
+def test_a_stream_overlaps_what_the_caller_does() -> None:
+    device = HostDevice()
+    stream = device.create_stream("a")
+    gate = threading.Event()
+    stream.launch(lambda: gate.wait(20.0) and None, reads=(), writes=())
+    event = stream.record()
+    assert not event.is_done()
+    gate.set()
+    event.synchronize()
+    device.close()
+
+
+def test_a_full_queue_holds_the_submitter_until_there_is_room() -> None:
+    device = HostDevice()
+    stream = device.create_stream("a")
+    gate = threading.Event()
+    stream.launch(lambda: gate.wait(20.0) and None, reads=(), writes=())
+    seen: list[int] = []
+
+    def submit() -> None:
+        for index in range(MAX_QUEUED_OPS + 50):
+            stream.launch(_nothing, reads=(), writes=())
+            seen.append(index)
+
+    submitter = threading.Thread(target=submit)
+    submitter.start()
+    time.sleep(0.1)
+    assert MAX_QUEUED_OPS - 1 <= len(seen) <= MAX_QUEUED_OPS
+    gate.set()
+    submitter.join(20.0)
+    assert len(seen) == MAX_QUEUED_OPS + 50
+    device.close()
+
+
+def test_full_queues_that_wait_for_each_other_do_not_deadlock() -> None:
+    device = HostDevice()
+    a, b = device.create_stream("a"), device.create_stream("b")
+    for _ in range(2 * MAX_QUEUED_OPS):
+        a.launch(_nothing, reads=(), writes=())
+        b.wait(a.record())
+        b.launch(_nothing, reads=(), writes=())
+        a.wait(b.record())
+    a.synchronize()
+    b.synchronize()
+    device.close()
+
+
+def test_a_signal_between_two_waits_is_not_missed() -> None:
+    progress = Progress()
+    for _ in range(3):
+        progress.signal()
+        started = time.monotonic()
+        progress.wait(10.0)
+        assert time.monotonic() - started < 5.0
+
+
+def test_without_a_signal_the_wait_ends_in_time() -> None:
+    progress = Progress()
+    progress.signal()
+    progress.wait(10.0)
+    started = time.monotonic()
+    progress.wait(0.05)
+    assert 0.04 < time.monotonic() - started < 5.0
+
+
+def test_one_waiter_does_not_swallow_anothers_signal() -> None:
+    progress = Progress()
+    progress.signal()
+    progress.wait(10.0)
+    waited_s: list[float] = []
+
+    def wait() -> None:
+        started = time.monotonic()
+        progress.wait(10.0)
+        waited_s.append(time.monotonic() - started)
+
+    other = threading.Thread(target=wait)
+    other.start()
+    other.join()
+    assert waited_s[0] < 5.0
+
+
+def test_io_completions_are_never_missed() -> None:
+    device = HostDevice()
+    started = time.monotonic()
+    for _ in range(300):
+        batch = device.io.submit([IoJob(bool)] * 3)
+        while not batch.is_done():
+            device.wait_for_progress(10.0)
+    assert time.monotonic() - started < 8.0  # one missed wake-up costs 10 s
+    device.close()
+
+
+def test_io_runs_in_parallel_up_to_its_bound() -> None:
+    io = ThreadedIo(Progress(), num_threads=4)
+    lock = threading.Lock()
+    running, most = 0, 0
+
+    def run() -> bool:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return True
+
+    io.submit([IoJob(run)] * 24).synchronize()
+    assert most == 4
+    io.close()
+    io.close()
+
+
+def test_closing_io_finishes_what_is_queued() -> None:
+    io = ThreadedIo(Progress(), num_threads=1)
+    seen: list[int] = []
+
+    def run() -> bool:
+        time.sleep(0.002)
+        seen.append(1)
+        return True
+
+    batch = io.submit([IoJob(run)] * 10)
+    io.close()
+    assert len(seen) == 10
+    assert batch.ok.all()
+
+
+@pytest.mark.parametrize("page_bytes", [368_640, 4096])
+def test_scattered_copies_are_exact(page_bytes: int) -> None:
+    device = HostDevice()
+    num_pages = (4 << 20) // page_bytes
+    src = device.allocate(num_pages * page_bytes, MemoryKind.DEVICE)
+    dst = device.allocate(num_pages * page_bytes, MemoryKind.PINNED)
+    rng = np.random.default_rng(0)
+    src.array[:] = rng.integers(0, 256, size=src.num_bytes)
+    to, source = rng.permutation(num_pages), rng.permutation(num_pages)
+    stream = device.create_stream("a")
+    stream.copy(
+        dst.address + to * page_bytes,
+        src.address + source * page_bytes,
+        np.full(num_pages, page_bytes),
+    )
+    stream.synchronize()
+    pages = dst.array.reshape(num_pages, page_bytes)
+    np.testing.assert_array_equal(pages[to], src.array.reshape(num_pages, page_bytes)[source])
+    del pages
+    device.close()
