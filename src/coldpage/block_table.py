@@ -51,7 +51,9 @@ class BlockTable:
         return _without_gaps(removed)
 
     def take(self, life_cycle: int, start: int, stop: int) -> Int32Array:
-        """Leave the blocks [start, stop) of a life cycle without pages; returns the pages they had."""
+        """Leave the blocks [start, stop) of a life cycle without pages; returns the pages
+        they had.
+        """
         removed = self.pages[life_cycle, start:stop].copy()
         self.pages[life_cycle, start:stop] = NO_PAGE
         return _without_gaps(removed)

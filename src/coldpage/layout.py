@@ -192,8 +192,9 @@ def hot_slot_counts(layout: HotLayout, quota_bytes: int, tokens_per_block: int) 
     if min(counts) < 1:
         block = sum(layout.page_bytes(lc.life_cycle_id) for lc in layout.life_cycles)
         raise ConfigurationError(
-            f"the hot tier of {quota_bytes:,} bytes can not hold one block of {tokens_per_block} tokens: "
-            f"a block takes {block:,} bytes; give it at least {_smallest_quota(layout, weights):,} bytes"
+            f"the hot tier of {quota_bytes:,} bytes can not hold one block of {tokens_per_block} "
+            f"tokens: a block takes {block:,} bytes; give it at least "
+            f"{_smallest_quota(layout, weights):,} bytes"
         )
     return counts
 

@@ -129,7 +129,9 @@ class KVCache:
         return view
 
     def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
-        """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no hot page."""
+        """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no
+        hot page.
+        """
         table = self._storage.table
         pages = self._table.pages[layer_group_id]
         slots = table.slot[HOT_LEVEL, pages]

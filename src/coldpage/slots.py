@@ -106,7 +106,9 @@ class SlotAllocator:
         return np.flatnonzero(self.page)
 
     def check_integrity(self) -> None:
-        """Assert that free, used and quarantined slots add up and that no free slot has an owner."""
+        """Assert that free, used and quarantined slots add up and that no free slot has
+        an owner.
+        """
         free = self._free[: self._num_free]
         assert np.unique(free).size == free.size, "a slot is on the free list twice"
         assert not self.page[free].any(), "a free slot has an owner"

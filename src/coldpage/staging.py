@@ -28,7 +28,9 @@ def page_ring_bytes(max_cold_page_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _Range:
-    """``start <= offset < stop``; live while ``is_live``, else retired with its last owner's event."""
+    """``start <= offset < stop``; live while ``is_live``, else retired with its last
+    owner's event.
+    """
 
     start: int
     stop: int
@@ -60,7 +62,9 @@ class StagingBuffer:
         return self._stream
 
     def set_stream(self, stream: Stream | None) -> None:
-        """Transfer ownership. From stream to stream an event orders the two; to the CPU it blocks."""
+        """Transfer ownership. From stream to stream an event orders the two; to the CPU
+        it blocks.
+        """
         old = self._stream
         if old is not None and old is not stream:
             if stream is None:
@@ -70,7 +74,9 @@ class StagingBuffer:
         self._stream = stream
 
     def release(self) -> None:
-        """End the lease. Owned by a stream, the bytes are ready again when its work so far is done."""
+        """End the lease. Owned by a stream, the bytes are ready again when its work so far
+        is done.
+        """
         if self._ring is None:
             raise UsageError("a staging buffer was released twice")
         event = None if self._stream is None else self._stream.record()

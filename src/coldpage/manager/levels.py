@@ -288,9 +288,11 @@ def _validate(codec: ColdPageCodec, layout: HotLayout) -> None:
             )
         if layout.life_cycles[representative].hot_pool_group != lc.hot_pool_group:
             raise CodecError(
-                f"codec {name} batches life cycles {representative} and {member} of two hot pool groups"
+                f"codec {name} batches life cycles {representative} and {member} "
+                "of two hot pool groups"
             )
         if codec.query_cold_page_bytes(LifeCycleId(representative)) != num_bytes:
             raise CodecError(
-                f"codec {name} batches life cycles {representative} and {member} of different cold sizes"
+                f"codec {name} batches life cycles {representative} and {member} "
+                "of different cold sizes"
             )

@@ -164,7 +164,9 @@ class KVCacheManager:
         return self.config.tokens_per_block
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
-        """The layer group whose block table the layer reads. Raises KeyError for an unknown layer."""
+        """The layer group whose block table the layer reads. Raises KeyError for an
+        unknown layer.
+        """
         return self._layer_group_of[layer_id]
 
     def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
@@ -189,7 +191,9 @@ class KVCacheManager:
 
     @property
     def num_hot_blocks(self) -> int:
-        """Blocks (of every layer group) that one sequence can have hot, by ``max_sequence_tokens``."""
+        """Blocks (of every layer group) that one sequence can have hot,
+        by ``max_sequence_tokens``.
+        """
         return self.max_sequence_tokens // self.config.tokens_per_block
 
     # ------------------------------------------------------------------ time, numbers, end

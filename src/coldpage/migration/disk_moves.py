@@ -37,7 +37,9 @@ _DIRECT_ALIGNMENT: Final = 4096
 
 @dataclass(slots=True)
 class _Transfer:
-    """Pages of one batching class on their way; ``addresses`` is where their bytes are in memory."""
+    """Pages of one batching class on their way; ``addresses`` is where their bytes are
+    in memory.
+    """
 
     pages: Int32Array
     versions: Int32Array

@@ -30,7 +30,9 @@ class MemoryPool:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes, [num_slots, slot_bytes]; raises DeviceError where the host can not reach them."""
+        """All bytes, [num_slots, slot_bytes]; raises DeviceError where the host can not
+        reach them.
+        """
         return self._memory.array.reshape(self.num_slots, self.slot_bytes)
 
     def close(self) -> None:

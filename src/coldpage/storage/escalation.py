@@ -69,7 +69,9 @@ class Escalation:
         return evictable
 
     def make_hot_room(self, pool_group: PoolGroupIndex, count: int) -> bool:
-        """Have at least ``count`` free hot slots. All or nothing as far as eviction is concerned."""
+        """Have at least ``count`` free hot slots. All or nothing as far as eviction
+        is concerned.
+        """
         hot, table = self._levels[HOT_LEVEL], self._table
         allocator = hot.allocators[pool_group]
         shortage = count - allocator.num_free
@@ -129,7 +131,9 @@ class Escalation:
         return pages[:first]
 
     def _send(self, level: LevelPools, pages: Int32Array) -> None:
-        """Move hot pages to free slots of the level. Pages whose submission is rejected stay hot."""
+        """Move hot pages to free slots of the level. Pages whose submission is rejected
+        stay hot.
+        """
         if not pages.size:
             return
         self._copies.allocate(level, pages)
@@ -142,7 +146,9 @@ class Escalation:
         self._copies.drop(self._levels[HOT_LEVEL], sent)
 
     def _write_staged(self, level: LevelPools, pages: Int32Array) -> Int32Array:
-        """Returns the pages that were rejected. Waits for staging only when all of it is in flight."""
+        """Returns the pages that were rejected. Waits for staging only when all of it is
+        in flight.
+        """
         disk_moves = self._disk_moves
         assert disk_moves is not None
         refused = disk_moves.write_staged(pages, level)
@@ -187,7 +193,9 @@ class Escalation:
         return int(victims.size)
 
     def _losses(self, pages: Int32Array, count: int, losable: Losable) -> Int32Array:
-        """Up to ``count`` pages to drop for good: droppable ones first, then held ones if allowed."""
+        """Up to ``count`` pages to drop for good: droppable ones first, then held ones
+        if allowed.
+        """
         is_held = self._table.num_refs[pages] > 0
         chosen = pages[:0]
         if losable >= Losable.DROPPABLE:
