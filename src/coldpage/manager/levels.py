@@ -50,18 +50,18 @@ _LOCK_NAME: Final = "instance.lock"
 
 
 def max_sequence_tokens(
-    groups: Sequence[LayerGroup], hot: LevelPools, tokens_per_block: int, max_utilization: float
+    groups: Sequence[LayerGroup], level: LevelPools, tokens_per_block: int, max_utilization: float
 ) -> int:
-    """The longest sequence whose live blocks fit the hot level at ``max_utilization``. ``groups``
+    """The longest sequence whose live blocks fit the level at ``max_utilization``. ``groups``
     is by life cycle.
     """
-    limits = [max(1, int(a.num_slots * max_utilization)) for a in hot.allocators]
+    limits = [max(1, int(a.num_slots * max_utilization)) for a in level.allocators]
 
     def fits(num_blocks: int) -> bool:
         used = [0] * len(limits)
         for life_cycle, group in enumerate(groups):
             live = group.live_blocks(num_blocks * tokens_per_block, tokens_per_block)
-            used[hot.pool_group_of[life_cycle]] += live
+            used[level.pool_group_of[life_cycle]] += live
         return all(u <= limit for u, limit in zip(used, limits, strict=True))
 
     low, high = 0, 1
@@ -220,19 +220,17 @@ class LevelBuilder:
             descs.append(PoolGroupDesc(PoolGroupIndex(index), num_slots, pool_descs, members))
         return descs
 
-    def max_sequence_tokens(self) -> int:
-        """See the function of this name."""
+    def max_sequence_tokens(self, max_utilization: float) -> int:
+        """See the function of this name; of the hot level."""
+        return self._capacity_tokens(self._levels[0], max_utilization)
+
+    def _capacity_tokens(self, level: LevelPools, max_utilization: float) -> int:
         groups = [self.layout.layer_groups[lc.layer_group_id] for lc in self.layout.life_cycles]
-        config = self._config
-        return max_sequence_tokens(
-            groups, self._levels[0], config.tokens_per_block, config.max_util_for_resume
-        )
+        return max_sequence_tokens(groups, level, self._config.tokens_per_block, max_utilization)
 
     def level_stats(self, level: LevelPools) -> LevelStats:
         """The level's numbers now."""
         sizes = [level.slot_bytes(PoolGroupIndex(g)) for g in range(len(level.allocators))]
-        groups = [self.layout.layer_groups[lc.layer_group_id] for lc in self.layout.life_cycles]
-        capacity = max_sequence_tokens(groups, level, self._config.tokens_per_block, 1.0)
         return LevelStats(
             level.name,
             level.tier,
@@ -241,7 +239,7 @@ class LevelBuilder:
             sum(a.num_slots for a in level.allocators),
             sum(a.num_used for a in level.allocators),
             sum(a.num_quarantined for a in level.allocators),
-            capacity,
+            self._capacity_tokens(level, 1.0),
         )
 
     def close(self) -> None:

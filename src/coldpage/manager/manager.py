@@ -187,14 +187,12 @@ class KVCacheManager:
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that can be resumed on an empty hot level."""
-        return self._builder.max_sequence_tokens()
+        return self._builder.max_sequence_tokens(self.config.max_util_for_resume)
 
     @property
     def num_hot_blocks(self) -> int:
-        """Blocks (of every layer group) that one sequence can have hot,
-        by ``max_sequence_tokens``.
-        """
-        return self.max_sequence_tokens // self.config.tokens_per_block
+        """Blocks of one sequence that a full hot level would hold."""
+        return self._builder.max_sequence_tokens(1.0) // self.config.tokens_per_block
 
     # ------------------------------------------------------------------ time, numbers, end
 

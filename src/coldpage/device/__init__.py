@@ -1,0 +1,1 @@
+"""Devices: memory, streams, events, copies and file I/O behind one seam."""

@@ -1,0 +1,183 @@
+"""The device seam: memory, streams, events, batched copies and file I/O.
+
+Everything above this layer names memory by integer addresses and orders work by events, so the same
+code runs on a GPU, in host memory and on the simulated device. On the host device an address is a
+real address of this process.
+
+Ordering rule: work on one stream runs in order; between streams, and between a stream and I/O, only
+an event or a completion that was waited for orders anything.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.types import ByteRange, Int64Array, MemAddress
+
+__all__ = [
+    "Completion",
+    "Device",
+    "Event",
+    "IoBatch",
+    "IoExecutor",
+    "IoJob",
+    "Memory",
+    "MemoryKind",
+    "Stream",
+]
+
+
+class MemoryKind(enum.Enum):
+    """What a memory is for; the host device gives ordinary RAM for both."""
+
+    DEVICE = "device"
+    PINNED = "pinned"
+
+
+class Completion(abc.ABC):
+    """Something submitted earlier that is done or not: a stream event or an I/O batch."""
+
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Whether the work has completed. Never blocks. Once True, stays True."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until the work has completed."""
+
+
+class Event(Completion):
+    """A point in a stream.
+
+    Done when all work enqueued on the stream before ``record`` has completed.
+    """
+
+
+class Stream(abc.ABC):
+    """An in-order queue of asynchronous work."""
+
+    name: str
+
+    @abc.abstractmethod
+    def launch(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[ByteRange],
+        writes: Sequence[ByteRange],
+    ) -> None:
+        """Enqueue ``work``, which touches exactly the ranges named.
+
+        Raises SubmissionError, enqueuing nothing.
+        """
+
+    @abc.abstractmethod
+    def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
+        """Enqueue copies ``dst[i] <- src[i]`` of ``num_bytes[i]`` bytes (addresses, all
+        [num_copies]).
+
+        The arrays are consumed before the call returns. Destinations must not overlap each other or
+        any source. Raises SubmissionError, enqueuing nothing.
+        """
+
+    @abc.abstractmethod
+    def record(self) -> Event:
+        """An event for all work enqueued so far."""
+
+    @abc.abstractmethod
+    def wait(self, event: Event) -> None:
+        """Work enqueued after this call starts only when ``event`` is done.
+
+        Does not block the caller.
+        """
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block until all enqueued work has completed."""
+
+
+class Memory(abc.ABC):
+    """One allocation.
+
+    Freed by ``free`` (or the device's ``close``), never by the garbage collector.
+    """
+
+    kind: MemoryKind
+    address: MemAddress
+    num_bytes: int
+
+    @property
+    @abc.abstractmethod
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes as a writable array [num_bytes]; raises DeviceError where the host can not
+        reach them.
+        """
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Give the memory back. The caller has synchronised everything that used it."""
+
+
+@dataclass(frozen=True, slots=True)
+class IoJob:
+    """One I/O of one page, run on an I/O thread. ``run`` returns whether the page is good.
+
+    ``run`` must not raise for expected failures (a wrong checksum, EIO): it returns False. It reads
+    and writes memory exactly in the ranges named.
+    """
+
+    run: Callable[[], bool]
+    reads: tuple[ByteRange, ...] = ()
+    writes: tuple[ByteRange, ...] = ()
+
+
+class IoBatch(Completion):
+    """A batch of I/O jobs in flight; done when every job has ended, well or badly."""
+
+    @property
+    @abc.abstractmethod
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """Per job, in submission order, whether it succeeded. Only when done."""
+
+
+class IoExecutor(abc.ABC):
+    """Runs I/O jobs asynchronously with a bounded number in flight."""
+
+    @abc.abstractmethod
+    def submit(self, jobs: Sequence[IoJob]) -> IoBatch:
+        """Queue the jobs. Never blocks on I/O."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Finish what is queued, then stop."""
+
+
+class Device(abc.ABC):
+    """Makes memory and streams, and runs file I/O."""
+
+    name: str
+    io: IoExecutor
+
+    @abc.abstractmethod
+    def allocate(self, num_bytes: int, kind: MemoryKind) -> Memory:
+        """Memory aligned to 4096 bytes. Raises DeviceError when there is not enough."""
+
+    @abc.abstractmethod
+    def create_stream(self, name: str) -> Stream:
+        """A new stream, ordered with no other."""
+
+    @abc.abstractmethod
+    def wait_for_progress(self, timeout_s: float) -> None:
+        """Block until some event or I/O batch may have completed since the last call, or the time
+        is over.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Synchronise everything, stop the threads and free the memory. Idempotent."""
