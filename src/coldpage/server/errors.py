@@ -93,6 +93,11 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, StarletteHTTPException)
     if isinstance(error, ApiError):
         return error_response(error)
+    if error.status_code == 400:
+        # What FastAPI makes of bytes that are no text, or of JSON nested without end.
+        return error_response(
+            ApiError(400, "The request body is not valid JSON.", code="invalid_json")
+        )
     sentence = f"{request.method} {request.url.path}: {error.detail}."
     response = error_response(ApiError(error.status_code, sentence))
     response.headers.update(error.headers or {})

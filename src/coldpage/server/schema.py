@@ -128,6 +128,7 @@ def _plain_text_format(response_format: dict[str, Any] | None) -> dict[str, Any]
 _Text = Annotated[
     str,
     BeforeValidator(_text_of_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+    AfterValidator(_require_encodable),
 ]
 _Prompt = Annotated[
     str | tuple[int, ...],

@@ -23,8 +23,8 @@ from coldpage.server.metrics import ServerMetrics
 __all__ = ["ServeOptions", "ServeOutcome", "bind", "serve"]
 
 # After a stop signal open answers may go on this long before they are ended with an error.
-_DRAIN_TIMEOUT_S: Final = 3.0
-# After the engine's death the server says so this long before it exits.
+_DRAIN_TIMEOUT_S: Final = 3
+# When the engine dies in service, the server says so to who asks this long before it exits.
 _DEATH_NOTICE_S: Final = 1.0
 # A client that does not read what is sent to it must not hold up the end.
 _CLOSE_TIMEOUT_S: Final = 2
@@ -108,7 +108,7 @@ async def _serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        timeout_graceful_shutdown=_DRAIN_TIMEOUT_S + _CLOSE_TIMEOUT_S,
     )
     web = _Uvicorn(config)
     web_task = asyncio.ensure_future(web.serve([sock]))
@@ -125,8 +125,9 @@ async def _serve(
         else:
             stop_task.cancel()
             outcome = engine_task.result()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop_signal.wait(), _DEATH_NOTICE_S)
+            if client.model is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop_signal.wait(), _DEATH_NOTICE_S)
             web.should_exit = True
         await web_task
         if client.model is not None:

@@ -1,0 +1,147 @@
+"""A real server process over the scripted engine, and what tests do with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tests.server.scripted_engine import MODEL_NAME
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENGINE = Path(__file__).with_name("scripted_engine.py")
+# The command line's own path with another engine process.
+LAUNCH = """
+import json, sys
+from rich.console import Console
+from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.serve_command import ServeFlags, run_serve
+import click
+
+@click.command()
+def command():
+    flags, engine = json.loads(sys.stdin.read())
+    with failures_as_sentences():
+        run_serve(ServeFlags(**flags), Console(), (sys.executable, engine))
+
+command([])
+"""
+DEADLINE_S = 20.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition. Raises ``AssertionError`` when it does not come."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come in time"
+        time.sleep(0.02)
+
+
+class RunningServer:
+    """``coldpage serve`` in a process of its own. Leaving the block kills what still runs."""
+
+    def __init__(self, **flags: Any) -> None:
+        self.port = flags.setdefault("port", free_port())
+        flags.setdefault("disk", "none")
+        flags.setdefault("hot", "64MiB")
+        flags.setdefault("host", "none")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._output = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH],
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._errors,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100"},
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([flags, str(ENGINE)]))
+        self.process.stdin.close()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._output.close()
+        self._errors.close()
+
+    @property
+    def output(self) -> str:
+        """What was printed so far."""
+        self._output.seek(0)
+        return self._output.read()
+
+    @property
+    def errors(self) -> str:
+        """What was printed to the error stream so far."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def health(self) -> httpx.Response | None:
+        """The answer of ``/health``, None while nobody listens."""
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health")
+        return None
+
+    def wait_ready(self) -> RunningServer:
+        """Waits until requests are served."""
+        wait_until(lambda: (health := self.health()) is not None and health.status_code == 200)
+        return self
+
+    def wait_exit(self) -> int:
+        """Waits for the end of the process; its status."""
+        return self.process.wait(DEADLINE_S)
+
+    def stop(self) -> int:
+        """SIGTERM, then the status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait_exit()
+
+    def metric(self, sample: str) -> float | None:
+        """The value of a sample such as ``name{label="x"}``, None where it is not shown."""
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if line.rpartition(" ")[0] == sample:
+                return float(line.rpartition(" ")[2])
+        return None
+
+
+def chat(prompt: str, **fields: Any) -> dict[str, Any]:
+    """A chat request's body."""
+    return {"model": MODEL_NAME, "messages": [{"role": "user", "content": prompt}], **fields}
+
+
+def events(response: httpx.Response) -> Iterator[str]:
+    """The data of each server-sent event, the framing checked."""
+    for block in response.read().decode().split("\n\n")[:-1]:
+        assert block.startswith("data: ")
+        assert "\n" not in block
+        yield block.removeprefix("data: ")
