@@ -149,6 +149,8 @@ def test_io_runs_in_parallel_up_to_its_bound() -> None:
             running -= 1
         return True
 
+    io.submit([IoJob(bool)]).synchronize()
+    time.sleep(0.02)  # now all threads sleep, and have to be woken
     io.submit([IoJob(run)] * 24).synchronize()
     assert most == 4
     io.close()
