@@ -64,8 +64,9 @@ class RunningServer:
         flags.setdefault("hot", "64MiB")
         flags.setdefault("host", "none")
         self.url = f"http://127.0.0.1:{self.port}"
-        self._output = tempfile.TemporaryFile("w+")
-        self._errors = tempfile.TemporaryFile("w+")
+        self._files = contextlib.ExitStack()
+        self._output = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        self._errors = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH],
             stdin=subprocess.PIPE,
@@ -91,8 +92,7 @@ class RunningServer:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self._output.close()
-        self._errors.close()
+        self._files.close()
 
     @property
     def output(self) -> str:

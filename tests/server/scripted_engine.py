@@ -1,7 +1,7 @@
-"""A process that speaks the engine's protocol and does what the prompt tells it: a peer for edge cases.
+"""A process that speaks the engine's protocol and does what prompts tell it: a peer for edge cases.
 
-Run as the engine is: ``scripted_engine.py --socket PATH --settings JSON``. The settings' ``model`` says how
-to start, a prompt's first word what to answer.
+Run as the engine is: ``scripted_engine.py --socket PATH --settings JSON``. The settings' ``model``
+says how to start, a prompt's first word what to answer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""The commands as a user types them: each mistake is one sentence and status 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coldpage.cli.commands import coldpage
+from coldpage.cli.serve_command import ServeFlags, settings_of
+from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
+from coldpage.errors import ModelError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MIB = 1024**2
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m coldpage`` in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, "-m", "coldpage", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=30
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--hot", "5x"), "unknown unit"),
+        (("--hot", "0"), "--hot can not be left out"),
+        (("--host", "12"), "has no unit"),
+        (("--hot", "90%", "--host", "20%"), "together exceed"),
+        (("--disk", "/proc/pages:1GiB"), "can not write to /proc/pages"),
+        (("--disk", "/tmp:900TiB"), "are free there"),
+        (("no/such/model",), "there is no model at no/such/model"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(coldpage, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("coldpage: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_the_whole_program_says_it_the_same_way() -> None:
+    result = run("serve", "--hot", "5x")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "coldpage: '5x' has the unknown unit 'x'; use KiB, MiB, GiB, TiB or %\n"
+    )
+
+
+def test_the_version_is_shown() -> None:
+    result = CliRunner().invoke(coldpage, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("coldpage, version 0.")
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "verify"])
+def test_help_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(coldpage, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"\n    coldpage {command}\n" in result.output
+
+
+def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
+    disk, model = tmp_path / "pages", tmp_path / "model"
+    model.mkdir()
+    flags = ServeFlags(
+        model=str(model),
+        hot="64MiB",
+        host="none",
+        disk=f"{disk}:32MiB",
+        block_tokens=32,
+        dtype="float32",
+        max_batch=3,
+    )
+    settings = settings_of(flags)
+    assert (settings.hot_bytes, settings.host_bytes) == (64 * MIB, 0)
+    assert (settings.disk_path, settings.disk_bytes) == (str(disk), 32 * MIB)
+    assert disk.is_dir()
+    assert settings.model == str(model)
+    assert (settings.tokens_per_block, settings.dtype, settings.max_batch) == (32, "float32", 3)
+
+
+def test_without_flags_the_bundled_model_gets_all_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = settings_of(ServeFlags())
+    assert settings.model is None
+    assert min(settings.hot_bytes, settings.host_bytes, settings.disk_bytes) > 0
+    assert settings.disk_path == str(tmp_path / "coldpage" / "disk")
+
+
+def test_no_disk_needs_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "pages"
+    settings = settings_of(ServeFlags(disk=f"{path}:0"))
+    assert (settings.disk_path, settings.disk_bytes) == (None, 0)
+    assert not path.exists()
+
+
+def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those two run for minutes on a real model; here only the way there is looked at.
+    seen: list[DemoOptions | VerifyOptions] = []
+
+    def status_3(options: DemoOptions | VerifyOptions, console: object) -> int:
+        seen.append(options)
+        return 3
+
+    def fails(options: DemoOptions | VerifyOptions, console: object) -> int:
+        raise ModelError("the model can not be loaded")
+
+    for name in ("demo", "verify"):
+        module = types.ModuleType(f"coldpage.engine.{name}")
+        module.__dict__[f"run_{name}"] = status_3
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    runner = CliRunner()
+    flags = ["--conversations", "4", "--rounds", "2", "--tokens", "100", "--block-tokens", "8"]
+    assert runner.invoke(coldpage, ["demo", "--dtype", "float32", *flags]).exit_code == 3
+    assert runner.invoke(coldpage, ["verify", "--inject", "flip", *flags]).exit_code == 3
+    common = {
+        "num_conversations": 4,
+        "num_rounds": 2,
+        "conversation_tokens": 100,
+        "tokens_per_block": 8,
+    }
+    assert seen == [
+        DemoOptions(dtype="float32", **common),
+        VerifyOptions(injection=Injection.FLIP, **common),
+    ]
+    sys.modules["coldpage.engine.verify"].__dict__["run_verify"] = fails
+    result = runner.invoke(coldpage, ["verify"])
+    assert result.exit_code == 2
+    assert result.stderr == "coldpage: the model can not be loaded\n"

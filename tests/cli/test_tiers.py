@@ -1,0 +1,90 @@
+"""Tiers that fit the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldpage.cli.machine import (
+    default_disk_directory,
+    free_bytes_for,
+    memory_bytes,
+    prepare_directory,
+)
+from coldpage.cli.sizes import AbsoluteSize, RelativeSize
+from coldpage.cli.tiers import plan_disk, plan_memory
+from coldpage.errors import ConfigurationError
+
+GIB = 1024**3
+
+
+def test_small_machines_give_a_part_and_large_ones_a_bound() -> None:
+    assert plan_memory(None, None, 10 * GIB) == (GIB, 2 * GIB)
+    assert plan_memory(None, None, 2000 * GIB) == (4 * GIB, 32 * GIB)
+    assert plan_disk(None, 10 * GIB) == GIB
+    assert plan_disk(None, 2000 * GIB) == 8 * GIB
+
+
+def test_what_is_asked_for_is_given() -> None:
+    assert plan_memory(RelativeSize(0.5), AbsoluteSize(0), 10 * GIB) == (5 * GIB, 0)
+    assert plan_memory(AbsoluteSize(GIB), RelativeSize(0.25), 8 * GIB) == (GIB, 2 * GIB)
+    assert plan_disk(RelativeSize(1.0), 10 * GIB) == 10 * GIB
+    assert plan_disk(AbsoluteSize(0), 10 * GIB) == 0
+
+
+@given(ram_bytes=st.integers(GIB, 2**45))
+def test_defaults_leave_most_memory_alone(ram_bytes: int) -> None:
+    hot_bytes, host_bytes = plan_memory(None, None, ram_bytes)
+    assert 0 < hot_bytes <= host_bytes
+    assert hot_bytes + host_bytes <= 0.3 * ram_bytes
+
+
+def test_a_machine_can_not_give_what_it_has_not() -> None:
+    with pytest.raises(ConfigurationError, match=r"--hot 6\.0 GiB and --host 3\.0 GiB .* 8\.0 GiB"):
+        plan_memory(AbsoluteSize(6 * GIB), AbsoluteSize(3 * GIB), 8 * GIB)
+    with pytest.raises(ConfigurationError, match=r"asks for 9\.0 GiB, and only 8\.0 GiB"):
+        plan_disk(AbsoluteSize(9 * GIB), 8 * GIB)
+
+
+def test_the_hot_tier_can_not_be_left_out() -> None:
+    with pytest.raises(ConfigurationError, match="--hot can not be left out"):
+        plan_memory(AbsoluteSize(0), None, 8 * GIB)
+
+
+def test_the_machine_says_what_it_has() -> None:
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory_bytes() <= total_bytes
+
+
+def test_the_disk_tier_lives_under_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_disk_directory() == Path("/somewhere/.cache/coldpage/disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_disk_directory() == Path("/cache/coldpage/disk")
+
+
+def test_a_new_directory_is_its_owners_only(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    prepare_directory(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_directory_that_can_not_be_is_explained(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigurationError, match="--disk: can not write to"):
+        prepare_directory(tmp_path / name)
+
+
+def test_what_an_earlier_run_left_counts_as_free(tmp_path: Path) -> None:
+    before = free_bytes_for(tmp_path)
+    # Far more than other programs write in the meantime, on a file system of any use.
+    with open(tmp_path / "pages", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 256 * 1024**2)
+    assert abs(free_bytes_for(tmp_path) - before) < 128 * 1024**2
