@@ -83,7 +83,8 @@ class SimulatedDevice(Device):
 
     ``violations`` collects what was found. ``wait_sites`` are the places (file name, line) outside
     this package that waited for something, and ``ordering_wait_sites`` those that added an order
-    which was not known before; a wait at a place in ``ignored_wait_sites`` adds none.
+    which was not known before; a wait at a place in ``ignored_wait_sites`` adds none. A wait in a
+    file named in ``forwarding_files`` counts as made by that file's caller.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SimulatedDevice(Device):
         self.wait_sites = self._world.wait_sites
         self.ordering_wait_sites = self._world.ordering_wait_sites
         self.ignored_wait_sites = self._world.ignored_wait_sites
+        self.forwarding_files = self._world.forwarding_files
         self.io: SimulatedIo = SimulatedIo(self._world, num_io_threads)
         self._world.sources.append(self.io)
         self._streams: list[SimulatedStream] = []

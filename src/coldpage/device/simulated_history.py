@@ -15,7 +15,7 @@ import enum
 import os
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coldpage.types import ByteRange
@@ -95,10 +95,13 @@ class CallSite:
         return " < ".join(f"{os.path.basename(path)}:{line}" for path, line in self.frames)
 
 
-def call_site() -> CallSite:
-    """The nearest callers outside this package."""
+def call_site(forwarding_files: Collection[str] = ()) -> CallSite:
+    """The nearest callers outside this package and outside files of these names."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_DEVICE_DIRECTORY):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_DEVICE_DIRECTORY)
+        or os.path.basename(frame.f_code.co_filename) in forwarding_files
+    ):
         frame = frame.f_back
     frames = [(frame.f_code.co_filename, frame.f_lineno)]
     while frame.f_back is not None and len(frames) < _SITE_DEPTH:

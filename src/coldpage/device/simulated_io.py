@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import IoBatch, IoExecutor, IoJob
-from coldpage.device.simulated_history import CallSite, IoOrder, Origin, call_site, ranges_of
+from coldpage.device.simulated_history import IoOrder, Origin, call_site, ranges_of
 from coldpage.device.simulated_stream import MAX_STEPS_PER_POLL
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError, UsageError
@@ -33,13 +33,13 @@ class SimulatedIoBatch(IoBatch):
         self._world.step(self._world.schedule.randint(0, MAX_STEPS_PER_POLL))
         if self._num_left:
             return False
-        self._observe(call_site())
+        self._observe()
         return True
 
     def synchronize(self) -> None:
         """Run queued work until every job has ended."""
         self._world.run_until(lambda: self._num_left == 0)
-        self._observe(call_site())
+        self._observe()
         self._raise_error()
 
     @property
@@ -50,8 +50,8 @@ class SimulatedIoBatch(IoBatch):
         self._raise_error()
         return self._ok
 
-    def _observe(self, site: CallSite) -> None:
-        if self._world.note_wait(site, adds_order=not self._order.is_observed):
+    def _observe(self) -> None:
+        if self._world.note_wait(self._world.wait_site(), adds_order=not self._order.is_observed):
             self._order.is_observed = True
 
     def _raise_error(self) -> None:

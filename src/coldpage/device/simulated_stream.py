@@ -12,7 +12,6 @@ import numpy as np
 from coldpage.device.base import Event, Stream
 from coldpage.device.copies import CopyList, has_overlap, merge_copies, run_copies
 from coldpage.device.simulated_history import (
-    CallSite,
     Clock,
     Origin,
     Range,
@@ -45,20 +44,21 @@ class SimulatedEvent(Event):
         world.step(world.schedule.randint(0, MAX_STEPS_PER_POLL))
         if not self._has_completed():
             return False
-        self._observe(call_site())
+        self._observe()
         return True
 
     def synchronize(self) -> None:
         """Run queued work until this is done."""
         self._stream._world.run_until(self._has_completed)
-        self._observe(call_site())
+        self._observe()
 
     def _has_completed(self) -> bool:
         return self._stream._num_completed >= self._num_ops
 
-    def _observe(self, site: CallSite) -> None:
+    def _observe(self) -> None:
         self._stream._raise_failure(self._num_ops)
-        self._stream._world.observe(self._clock, site)
+        world = self._stream._world
+        world.observe(self._clock, world.wait_site())
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class SimulatedStream(Stream):
         joined = join_clocks(self._clock, event._clock)
         known = join_clocks(self._clock, self._world.host_clock)
         adds_order = join_clocks(known, event._clock) != known
-        if not self._world.note_wait(call_site(), adds_order=adds_order):
+        if not self._world.note_wait(self._world.wait_site(), adds_order=adds_order):
             return
         self._clock = joined
         self._enqueue(_Op(event=event))
@@ -140,7 +140,7 @@ class SimulatedStream(Stream):
         num_ops = self._num_submitted
         self._world.run_until(lambda: self._num_completed >= num_ops)
         self._raise_failure()
-        self._world.observe(self._clock, call_site())
+        self._world.observe(self._clock, self._world.wait_site())
 
     def _submit(
         self, what: str, work: Callable[[], None], reads: list[Range], writes: list[Range]

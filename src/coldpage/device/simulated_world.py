@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from coldpage.device.simulated_history import AccessHistory, CallSite, Clock, join_clocks
+from coldpage.device.simulated_history import (
+    AccessHistory,
+    CallSite,
+    Clock,
+    call_site,
+    join_clocks,
+)
 from coldpage.errors import ClosedError, SubmissionError
 
 __all__ = ["SimulatedCounts", "SimulatedFaults", "WorkSource", "World"]
@@ -62,6 +68,7 @@ class World:
         self.wait_sites: set[tuple[str, int]] = set()
         self.ordering_wait_sites: set[tuple[str, int]] = set()
         self.ignored_wait_sites: set[tuple[str, int]] = set()
+        self.forwarding_files: set[str] = set()
         self.planned_failures: Counter[str | None] = Counter()
         self.is_closed = False
         self._round = 0
@@ -82,6 +89,10 @@ class World:
         """Run queued operations until ``is_reached``, which they must lead to."""
         while not is_reached():
             assert self._run_one(), "what is waited for can never complete: I/O is held"
+
+    def wait_site(self) -> CallSite:
+        """The place that waits: the nearest caller that does not forward somebody else's wait."""
+        return call_site(self.forwarding_files)
 
     def note_wait(self, site: CallSite, *, adds_order: bool) -> bool:
         """Remember that a wait was made at ``site``; whether it counts."""
