@@ -5,12 +5,16 @@ It stops at the constructors of the manager; below, plain values travel.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from coldpage.errors import ConfigurationError
 from coldpage.types import BufferRole, CacheTier, LayerId
 
 __all__ = [
+    "MAX_CACHE_TIERS",
     "AttentionLayerConfig",
     "BufferConfig",
     "CacheTierConfig",
@@ -22,9 +26,18 @@ __all__ = [
 ]
 
 
+# A page has a bit for each level in columns of bytes.
+MAX_CACHE_TIERS: Final = 8
+
+
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ConfigurationError(sentence)
+
+
+def _repeated(values: Sequence[object]) -> str:
+    """The values that occur more than once, for a sentence; empty when there are none."""
+    return ", ".join(str(value) for value, count in Counter(values).items() if count > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,12 @@ class DiskTierConfig:
 
     path: str
     quota_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(
+            self.path != "" and "\0" not in str(self.path),
+            f"the disk tier has no usable path ({self.path!r}): name a directory",
+        )
 
     @property
     def tier(self) -> CacheTier:
@@ -91,17 +110,25 @@ class AttentionLayerConfig:
     num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _require(len(self.buffers) > 0, f"layer {self.layer_id} has no buffers")
+        _require(
+            len(self.buffers) > 0,
+            f"layer {self.layer_id} has no buffers: give it a key and a value buffer",
+        )
         roles = [b.role for b in self.buffers]
         _require(
             len(set(roles)) == len(roles),
-            f"layer {self.layer_id} names a buffer role twice: {roles}",
+            f"layer {self.layer_id} names a buffer role twice ({', '.join(roles)}): "
+            "use each role once",
         )
         _require(
             self.sliding_window_tokens is None or self.sliding_window_tokens > 0,
-            f"layer {self.layer_id}: a sliding window needs at least one token",
+            f"layer {self.layer_id} has a sliding window of {self.sliding_window_tokens} tokens: "
+            "give it at least one, or None for no window",
         )
-        _require(self.num_sink_tokens >= 0, f"layer {self.layer_id}: num_sink_tokens is negative")
+        _require(
+            self.num_sink_tokens >= 0,
+            f"layer {self.layer_id} has {self.num_sink_tokens} sink tokens: use 0 for none",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +154,23 @@ class KVCacheManagerConfig:
     def __post_init__(self) -> None:
         _require(
             self.tokens_per_block > 0,
-            f"tokens_per_block is {self.tokens_per_block}; use at least 1, usually 16",
+            f"tokens_per_block is {self.tokens_per_block}: use at least 1, usually 16",
         )
         _require(len(self.layers) > 0, "a manager needs at least one layer")
-        layer_ids = [layer.layer_id for layer in self.layers]
-        _require(len(set(layer_ids)) == len(layer_ids), "two layers have the same layer_id")
-        _require(0.0 < self.max_util_for_resume <= 1.0, "max_util_for_resume must lie in (0, 1]")
+        twice = _repeated([layer.layer_id for layer in self.layers])
+        _require(not twice, f"layer_id {twice} is used twice: give each layer an id of its own")
+        _require(
+            0.0 < self.max_util_for_resume <= 1.0,
+            f"max_util_for_resume is {self.max_util_for_resume}: it must lie in (0, 1]",
+        )
         _require(
             len(self.cache_tiers) > 0 and isinstance(self.cache_tiers[0], DeviceTierConfig),
             "the first cache tier must be a DeviceTierConfig: the level that attention reads",
         )
-        _require(len(self.cache_tiers) <= 8, "at most 8 cache tiers are supported")
+        _require(
+            len(self.cache_tiers) <= MAX_CACHE_TIERS,
+            f"{len(self.cache_tiers)} cache tiers: use at most {MAX_CACHE_TIERS}",
+        )
         for tier in self.cache_tiers:
             _require(
                 tier.quota_bytes > 0,
@@ -146,5 +179,9 @@ class KVCacheManagerConfig:
         for tier in self.cache_tiers[1:]:
             _require(
                 not isinstance(tier, DeviceTierConfig),
-                "only the first tier can be a DeviceTierConfig on this device",
+                "only the first tier can be a DeviceTierConfig: "
+                "use HostTierConfig or DiskTierConfig",
             )
+        paths = [t.path for t in self.cache_tiers if isinstance(t, DiskTierConfig)]
+        shared = _repeated(paths)
+        _require(not shared, f"two disk tiers use the directory {shared}: give each its own")
