@@ -178,37 +178,28 @@ def _typical_slots(layout: HotLayout, tokens_per_block: int) -> list[int]:
 def hot_slot_counts(layout: HotLayout, quota_bytes: int, tokens_per_block: int) -> tuple[int, ...]:
     """Slots by hot pool group that fit the quota, shared as a typical sequence needs them.
 
-    Raises ConfigurationError when a pool group would get no slot at all.
+    Raises ConfigurationError when a pool group can not hold its pages of one block.
     """
     weights = _typical_slots(layout, tokens_per_block)
-    total = sum(
-        w * layout.page_bytes(lc.life_cycle_id)
-        for w, lc in zip(weights, layout.life_cycles, strict=True)
-    )
-    slots = [0.0] * len(layout.slot_bytes)
+    total = 0
+    group_weight = [0] * len(layout.slot_bytes)
+    pages_of_block = [0] * len(layout.slot_bytes)
     for weight, lc in zip(weights, layout.life_cycles, strict=True):
-        slots[lc.hot_pool_group] += quota_bytes * weight / total
-    counts = tuple(int(s) for s in slots)
-    if min(counts) < 1:
+        total += weight * layout.page_bytes(lc.life_cycle_id)
+        group_weight[lc.hot_pool_group] += weight
+        pages_of_block[lc.hot_pool_group] += 1
+    # Whole numbers: a sum of rounded shares may come out a slot short.
+    counts = tuple(quota_bytes * w // total for w in group_weight)
+    if any(count < pages for count, pages in zip(counts, pages_of_block, strict=True)):
         block = sum(layout.page_bytes(lc.life_cycle_id) for lc in layout.life_cycles)
+        needed = max(
+            -(-total * pages // w) for pages, w in zip(pages_of_block, group_weight, strict=True)
+        )
         raise ConfigurationError(
             f"the hot tier of {quota_bytes:,} bytes can not hold one block of {tokens_per_block} "
-            f"tokens: a block takes {block:,} bytes; give it at least "
-            f"{_smallest_quota(layout, weights):,} bytes"
+            f"tokens: a block takes {block:,} bytes; give it at least {needed:,} bytes"
         )
     return counts
-
-
-def _smallest_quota(layout: HotLayout, weights: Sequence[int]) -> int:
-    """The least quota that gives each hot pool group a slot."""
-    total = sum(
-        w * layout.page_bytes(lc.life_cycle_id)
-        for w, lc in zip(weights, layout.life_cycles, strict=True)
-    )
-    group_weight = [0] * len(layout.slot_bytes)
-    for weight, lc in zip(weights, layout.life_cycles, strict=True):
-        group_weight[lc.hot_pool_group] += weight
-    return max(-(-total // w) for w in group_weight)
 
 
 def cold_slot_counts(

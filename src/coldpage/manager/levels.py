@@ -55,7 +55,10 @@ def max_sequence_tokens(
     """The longest sequence whose live blocks fit the level at ``max_utilization``. ``groups``
     is by life cycle.
     """
-    limits = [max(1, int(a.num_slots * max_utilization)) for a in level.allocators]
+    limits = [
+        level.max_locked_slots(PoolGroupIndex(g), max_utilization)
+        for g in range(len(level.allocators))
+    ]
 
     def fits(num_blocks: int) -> bool:
         used = [0] * len(limits)

@@ -60,6 +60,14 @@ class LevelPools:
             return self.disk[pool_group].slot_bytes
         return sum(pool.slot_bytes for pool in self.memory[pool_group])
 
+    def max_locked_slots(self, pool_group: PoolGroupIndex, max_utilization: float) -> int:
+        """How many slots locked pages may fill: ``max_utilization`` of them, and always the pages
+        of one block.
+        """
+        num_slots = self.allocators[pool_group].num_slots
+        pages_of_block = int(np.count_nonzero(self.pool_group_of == pool_group))
+        return min(num_slots, max(pages_of_block, int(num_slots * max_utilization)))
+
     def close(self) -> None:
         """Free the memory and close the files."""
         for pools in self.memory:

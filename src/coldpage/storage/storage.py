@@ -59,7 +59,7 @@ class Storage:
         table = self.table
         counts = self._count_groups(pages[table.num_locks[pages] == 0])
         for group, count in enumerate(counts.tolist()):
-            limit = max(1, int(self._hot.allocators[group].num_slots * max_utilization))
+            limit = self._hot.max_locked_slots(PoolGroupIndex(group), max_utilization)
             if count and self._num_locked[group] + count > limit:
                 return False
         table.num_locks[pages] += 1
