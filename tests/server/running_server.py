@@ -74,6 +74,7 @@ class RunningServer:
             stderr=self._errors,
             text=True,
             cwd=REPOSITORY,
+            process_group=0,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100"},
         )
         assert self.process.stdin is not None

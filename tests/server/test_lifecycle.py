@@ -7,12 +7,16 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 
 import httpx
 import pytest
+import uvloop
 
-from tests.server.running_server import RunningServer, chat, events, wait_until
+from coldpage.engine.messages import EngineSettings, Reply, StartFailed
+from coldpage.server.engine_process import EngineProcess
+from tests.server.running_server import ENGINE, RunningServer, chat, events, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -75,6 +79,19 @@ def test_a_start_that_fails_says_why(start: str, status: int, sentence: str) -> 
     with RunningServer(model=_start(start)) as server:
         assert server.wait_exit() == status
         assert server.errors == f"coldpage: {sentence}\n"
+
+
+def test_a_start_that_fails_while_the_server_is_busy_says_why() -> None:
+    async def first_replies() -> list[Reply]:
+        command = (sys.executable, str(ENGINE))
+        settings = EngineSettings(hot_bytes=1, model=_start("fail-to-start"))
+        async with EngineProcess.running(command, settings) as engine:
+            # The loop learns of the exit and of the connection at the same moment.
+            time.sleep(1.5)
+            channel = await engine.connected()
+            return [] if channel is None else await channel.receive()
+
+    assert any(isinstance(reply, StartFailed) for reply in uvloop.run(first_replies()))
 
 
 def test_a_taken_port_is_one_sentence() -> None:
@@ -145,7 +162,8 @@ def test_a_stop_signal_lets_the_engine_close_cleanly() -> None:
     ):
         pid = engine_pid(http)
         started = time.monotonic()
-        server.process.send_signal(signal.SIGINT)
+        # As a terminal does it: to every process of the group.
+        os.killpg(server.process.pid, signal.SIGINT)
         assert server.wait_exit() == 0
         assert time.monotonic() - started < 3.0
         assert server.errors == "scripted engine: closed cleanly\n"

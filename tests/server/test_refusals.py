@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_a_large_body_is_refused_announced_or_not(http: httpx.Client) -> None:
         assert error["code"] == "request_too_large"
         assert "8388608 bytes" in error["message"]
     assert http.post(CHAT, json=chat("count 1")).status_code == 200
+
+
+def test_an_announced_large_body_is_not_read(server: RunningServer) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as sock:
+        sock.sendall(head.encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_just_below_the_limit_is_served(http: httpx.Client) -> None:

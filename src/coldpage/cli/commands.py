@@ -13,10 +13,10 @@ from coldpage.cli.serve_command import ServeFlags, check_model, run_serve
 from coldpage.cli.tiers import DEFAULT_TIERS
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 
-__all__ = ["coldpage"]
+__all__ = ["coldpage", "demo", "serve", "verify"]
 
 _MIN_CONVERSATION_TOKENS: Final = 64
-Command = TypeVar("Command", bound=Callable[..., Any])
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -34,7 +34,7 @@ def coldpage() -> None:
     """
 
 
-def _model_flags(command: Command) -> Command:
+def _model_flags(command: _Command) -> _Command:
     block_tokens = click.option(
         "--block-tokens",
         type=click.IntRange(1, 1024),
@@ -45,7 +45,7 @@ def _model_flags(command: Command) -> Command:
     return click.argument("model", required=False)(block_tokens(command))
 
 
-def _dtype_flag(command: Command) -> Command:
+def _dtype_flag(command: _Command) -> _Command:
     return click.option(
         "--dtype",
         type=click.Choice(("auto", "bfloat16", "float32")),
@@ -115,7 +115,7 @@ def serve(**flags: Any) -> None:
         run_serve(ServeFlags(**flags), Console())
 
 
-def _run_flags(command: Command) -> Command:
+def _run_flags(command: _Command) -> _Command:
     """Flags of the two commands that play conversations."""
     flags = (
         click.option(

@@ -50,7 +50,7 @@ class ServeOutcome:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to ``serve``: uvicorn would end the process by the signal itself."""
+    """Leaves signals to ``serve``; uvicorn would take them over and raise them again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
