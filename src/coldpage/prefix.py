@@ -31,7 +31,9 @@ def root_key(model_fingerprint: bytes, scope: ReuseScope, provenance: bytes) -> 
     alike.
     """
     digest = hashlib.sha256(b"coldpage block key 1")
-    for part in (model_fingerprint, scope.adapter.encode(), scope.salt.encode(), provenance):
+    # A lone surrogate is no valid text, and no reason to fail: who sends one gets a scope of its own.
+    adapter, salt = (name.encode("utf-8", "surrogatepass") for name in (scope.adapter, scope.salt))
+    for part in (model_fingerprint, adapter, salt, provenance):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return BlockKey(digest.digest())
