@@ -1,0 +1,236 @@
+"""The prefix tree against a dictionary of prefixes, and the keys of blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coldpage.config import ReuseScope
+from coldpage.page import PageTable
+from coldpage.prefix import EXACT_PROVENANCE, PrefixTree, block_key, root_key
+from coldpage.types import NO_PAGE, BlockKey, LifeCycleId, Priority
+
+_NUM_LIFE_CYCLES = 2
+_ROOT = root_key(b"model", ReuseScope(), EXACT_PROVENANCE)
+
+# A prefix: its blocks, each one number that stands for the block's tokens.
+_Prefix = tuple[int, ...]
+
+
+def _keys(prefix: _Prefix) -> list[BlockKey]:
+    keys = [_ROOT]
+    for block in prefix:
+        keys.append(block_key(keys[-1], [block, block + 1]))
+    return keys
+
+
+@dataclass
+class _Node:
+    pages: list[int] = field(default_factory=lambda: [NO_PAGE] * _NUM_LIFE_CYCLES)
+    # Whether the prefix one block shorter was known when this one came, and so stays known.
+    keeps_parent: bool = False
+
+
+class _Machine(RuleBasedStateMachine):
+    """Commits chains and forgets pages in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = PageTable(num_levels=1)
+        self.tree = PrefixTree(self.table, _NUM_LIFE_CYCLES)
+        self.nodes: dict[_Prefix, _Node] = {}
+        self.asked: set[_Prefix] = {()}
+
+    prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+    # Which life cycles the committing sequence has pages in, block by block.
+    has_page = st.lists(st.booleans(), min_size=2 * 5, max_size=2 * 5)
+
+    @rule(prefix=prefixes, has_page=has_page, start=st.integers(0, 4))
+    def commit(self, prefix: _Prefix, has_page: list[bool], start: int) -> None:
+        keys = _keys(prefix)
+        self.asked.add(prefix)
+        for depth in range(min(start, len(prefix) - 1), len(prefix)):
+            pages = np.zeros(_NUM_LIFE_CYCLES, np.int32)
+            for life_cycle in range(_NUM_LIFE_CYCLES):
+                if has_page[2 * depth + life_cycle]:
+                    pages[life_cycle] = self._new_page(life_cycle)
+            taken = self.tree.insert(keys[depth], keys[depth + 1], pages)
+            assert sorted(taken.tolist()) == self._insert(prefix[: depth + 1], pages.tolist())
+
+    def _new_page(self, life_cycle: int) -> int:
+        cycles = np.array([life_cycle], np.int16)
+        return int(self.table.create(cycles, np.zeros(1, np.int32), Priority(1))[0])
+
+    def _insert(self, prefix: _Prefix, pages: list[int]) -> list[int]:
+        node = self.nodes.setdefault(prefix, _Node(keeps_parent=prefix[:-1] in self.nodes))
+        taken = []
+        for life_cycle, page in enumerate(pages):
+            if page != NO_PAGE and node.pages[life_cycle] == NO_PAGE:
+                node.pages[life_cycle] = page
+                taken.append(page)
+        self._prune()
+        return sorted(taken)
+
+    def _prune(self) -> None:
+        """Until nothing changes, drop what has no page and keeps no longer prefix reachable."""
+        while True:
+            kept = {p[:-1] for p, node in self.nodes.items() if node.keeps_parent}
+            dead = [p for p, n in self.nodes.items() if not any(n.pages) and p not in kept]
+            if not dead:
+                return
+            for prefix in dead:
+                del self.nodes[prefix]
+
+    def _held(self) -> list[tuple[_Prefix, int]]:
+        return [(p, lc) for p, n in sorted(self.nodes.items()) for lc in (0, 1) if n.pages[lc]]
+
+    @precondition(lambda self: self._held())
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """As the storage does it: the columns first, then one call for all of them."""
+        held = st.sampled_from(self._held())
+        some = data.draw(st.lists(held, unique=True, min_size=1))
+        pages = np.array([self.nodes[p].pages[lc] for p, lc in some], np.int32)
+        nodes, life_cycles = self.table.node[pages].copy(), self.table.life_cycle[pages].copy()
+        self.table.node[pages] = 0
+        self.tree.on_forgotten(nodes, life_cycles)
+        for prefix, life_cycle in some:
+            self.nodes[prefix].pages[life_cycle] = NO_PAGE
+        self._prune()
+
+    @precondition(lambda self: self._held())
+    @rule(data=st.data(), is_missing=st.booleans())
+    def lose_or_recompute(self, data: st.DataObject, is_missing: bool) -> None:
+        prefix, life_cycle = data.draw(st.sampled_from(self._held()))
+        self.table.is_missing[self.nodes[prefix].pages[life_cycle]] = is_missing
+
+    @invariant()
+    def they_agree(self) -> None:
+        self.tree.check_integrity()
+        assert self.tree.num_blocks == len(self.nodes)
+        for prefix in self.asked:
+            expected = []
+            for depth in range(1, len(prefix) + 1):
+                if prefix[:depth] not in self.nodes:
+                    break
+                pages = self.nodes[prefix[:depth]].pages
+                expected.append([NO_PAGE if self.table.is_missing[p] else p for p in pages])
+            found = self.tree.find(_keys(prefix)[1:])
+            assert found.dtype == np.int32
+            assert found.T.tolist() == expected
+        for life_cycle in range(_NUM_LIFE_CYCLES):
+            held = [n.pages[life_cycle] for n in self.nodes.values()]
+            assert sorted(self.tree.pages_of(LifeCycleId(life_cycle)).tolist()) == sorted(
+                page for page in held if page != NO_PAGE
+            )
+
+
+_Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
+test_the_tree_is_a_dictionary_of_prefixes = _Machine.TestCase
+
+
+def _tree_and_pages(num_pages: int) -> tuple[PageTable, PrefixTree, np.ndarray]:
+    table = PageTable(num_levels=1)
+    pages = table.create(np.zeros(num_pages, np.int16), np.zeros(num_pages, np.int32), Priority(1))
+    return table, PrefixTree(table, 1), pages
+
+
+def test_a_page_that_another_block_holds_is_not_taken_again() -> None:
+    _, tree, pages = _tree_and_pages(1)
+    keys = _keys((1, 2))
+    assert tree.insert(keys[0], keys[1], pages).tolist() == pages.tolist()
+    assert tree.insert(keys[1], keys[2], pages).tolist() == []
+    assert tree.find(keys[1:]).tolist() == [pages.tolist()]
+    tree.check_integrity()
+
+
+def test_thousands_of_blocks_come_and_go_and_rows_are_used_again() -> None:
+    table, tree, pages = _tree_and_pages(3000)
+    keys = _keys(tuple(range(3000)))
+    for _ in range(2):
+        for depth in range(3000):
+            tree.insert(keys[depth], keys[depth + 1], pages[depth : depth + 1])
+        assert tree.find(keys[1:]).tolist() == [pages.tolist()]
+        tree.check_integrity()
+        nodes = table.node[pages].copy()
+        assert nodes.max() == 3000
+        table.node[pages] = 0
+        tree.on_forgotten(nodes, table.life_cycle[pages])
+        assert tree.num_blocks == 0
+        assert tree.find(keys[1:]).shape == (1, 0)
+
+
+# ---------------------------------------------------------------------- keys
+
+_TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+
+
+@given(parent=st.binary(min_size=32, max_size=32), tokens=_TOKENS)
+def test_a_block_key_is_the_hash_of_parent_and_tokens(parent: bytes, tokens: list[int]) -> None:
+    expected = hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
+    assert block_key(BlockKey(parent), tokens) == expected
+    for dtype in (np.int32, np.int64, ">i4", "<u4"):
+        assert block_key(BlockKey(parent), np.array(tokens, dtype)) == expected
+    strided = np.array([*itertools.chain.from_iterable((t, 7) for t in tokens)], np.int32)[::2]
+    assert block_key(BlockKey(parent), strided) == expected
+
+
+@given(a=_TOKENS, b=_TOKENS)
+def test_a_chain_is_its_tokens_block_by_block(a: list[int], b: list[int]) -> None:
+    key = block_key(block_key(_ROOT, a), b)
+    assert (key == block_key(block_key(_ROOT, b), a)) == (a == b)
+    assert key != block_key(_ROOT, a + b)
+
+
+_FIELDS = st.tuples(st.binary(max_size=4), st.text("ab", max_size=3), st.text("ab", max_size=3))
+
+
+@settings(max_examples=200)
+@given(one=_FIELDS, other=_FIELDS, provenances=st.tuples(*[st.sampled_from([b"exact", b"ab"])] * 2))
+def test_roots_are_equal_only_when_every_field_is(
+    one: tuple[bytes, str, str], other: tuple[bytes, str, str], provenances: tuple[bytes, bytes]
+) -> None:
+    roots = [
+        root_key(model, ReuseScope(adapter, salt), provenance)
+        for (model, adapter, salt), provenance in zip((one, other), provenances, strict=True)
+    ]
+    assert (roots[0] == roots[1]) == ((one, provenances[0]) == (other, provenances[1]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((b"m", "ab", "c", b"exact"), (b"m", "a", "bc", b"exact")),
+        ((b"m", "ab", "", b"exact"), (b"m", "", "ab", b"exact")),
+        ((b"ma", "b", "", b"exact"), (b"m", "ab", "", b"exact")),
+        ((b"m", "", "e", b"xact"), (b"m", "", "", b"exact")),
+        ((b"m", "", "", b"exact"), (b"m", "", "", b"int4 v1")),
+        ((b"m", "", "", b"exact"), (b"n", "", "", b"exact")),
+        # The same character composed and decomposed: two adapters for all that we know.
+        ((b"m", "\u00e9", "", b"exact"), (b"m", "e\u0301", "", b"exact")),
+        # JSON can carry half a surrogate pair, which is no text.
+        ((b"m", "", "\ud800", b"exact"), (b"m", "", "\ud801", b"exact")),
+    ],
+)
+def test_no_boundary_between_fields_can_be_moved(
+    one: tuple[bytes, str, str, bytes], other: tuple[bytes, str, str, bytes]
+) -> None:
+    roots = [root_key(m, ReuseScope(a, s), p) for m, a, s, p in (one, other)]
+    assert len(roots[0]) == len(roots[1]) == 32
+    assert roots[0] != roots[1]
+
+
+def test_a_root_is_the_same_in_every_process() -> None:
+    """What is on disk is found by it after a restart."""
+    assert (
+        root_key(b"m", ReuseScope("a", "s"), b"exact").hex()
+        == "2cf1f93f933190a7b9b9e1873dca51bbcd01f5acacfe75b6c480f1dac9fb4f57"
+    )
