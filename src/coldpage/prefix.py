@@ -31,7 +31,7 @@ def root_key(model_fingerprint: bytes, scope: ReuseScope, provenance: bytes) -> 
     alike.
     """
     digest = hashlib.sha256(b"coldpage block key 1")
-    # A lone surrogate is no valid text, and no reason to fail: who sends one gets a scope of its own.
+    # Half a surrogate pair is no valid text, and no reason to fail: it is a scope of its own.
     adapter, salt = (name.encode("utf-8", "surrogatepass") for name in (scope.adapter, scope.salt))
     for part in (model_fingerprint, adapter, salt, provenance):
         digest.update(len(part).to_bytes(8, "little"))
