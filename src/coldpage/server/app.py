@@ -53,7 +53,10 @@ def create_app(
             lambda: client.num_open_requests,
         )
     )
-    app = FastAPI(title="coldpage", version="1", description=_DESCRIPTION)
+    # The pages that show the document would load scripts from elsewhere.
+    app = FastAPI(
+        title="coldpage", version="1", description=_DESCRIPTION, docs_url=None, redoc_url=None
+    )
     app.include_router(_generation_routes(client))
     app.include_router(_model_routes(client))
     app.include_router(_operation_routes(client, metrics))
