@@ -132,15 +132,14 @@ class StagingRing:
             return None
         start, stop = found
         size = min(most, (stop - start) // granularity * granularity)
-        events = self._carve(start, start + size)
-        self._cursor = start + size if start + size < self.num_bytes else 0
-        for event in events:
+        # Before anything changes: a stream or an event that has failed raises here.
+        for event in self._events_of(start, start + size):
             if stream is not None:
                 stream.wait(event)
             else:
                 event.synchronize()
-        live = next(r for r in self._ranges if r.start == start)
-        return StagingBuffer(self, live, stream)
+        self._cursor = start + size if start + size < self.num_bytes else 0
+        return StagingBuffer(self, self._carve(start, start + size), stream)
 
     @staticmethod
     def _check(min_bytes: int, max_bytes: int, granularity: int, alignment: int) -> tuple[int, int]:
@@ -173,20 +172,26 @@ class StagingRing:
                 run_start = None
         return None
 
-    def _carve(self, start: int, stop: int) -> list[Event]:
+    def _events_of(self, start: int, stop: int) -> list[Event]:
+        """The distinct events of the last owners of [start, stop)."""
+        events: list[Event] = []
+        for r in self._ranges:
+            overlaps = r.start < stop and start < r.stop
+            if overlaps and r.event is not None and not any(r.event is e for e in events):
+                events.append(r.event)
+        return events
+
+    def _carve(self, start: int, stop: int) -> _Range:
         """Make [start, stop) one live range; what is cut off its retired neighbours keeps their
         events.
         """
         kept: list[_Range] = []
-        events: list[Event] = []
         live = _Range(start, stop, is_live=True)
         for r in self._ranges:
             if r.stop <= start or r.start >= stop:
                 kept.append(r)
                 continue
             assert not r.is_live, "a live range was leased again"
-            if r.event is not None and not any(r.event is e for e in events):
-                events.append(r.event)
             if r.start < start:
                 kept.append(_Range(r.start, start, event=r.event))
             if r.start <= start:
@@ -194,7 +199,7 @@ class StagingRing:
             if r.stop > stop:
                 kept.append(_Range(stop, r.stop, event=r.event))
         self._ranges = kept
-        return events
+        return live
 
     def _retire(self, live: _Range, event: Event | None) -> None:
         live.is_live = False
