@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import secrets
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -31,6 +33,8 @@ _MAGIC: Final = b"CPG1"
 _HEADER: Final = struct.Struct("<4sIQQQQ")
 _FORMAT_VERSION: Final = 1
 _CHECKSUM: Final = struct.Struct("<Q")
+# Leaves room for 2 ** 62 writes in 63 bits.
+_FIRST_WRITE_NUMBER_BITS: Final = 62
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -64,9 +68,9 @@ class DiskPool:
         self._file = file
         self._slab = _Slab(self.slot_bytes)
         # What each slot last had written to it: an older copy that a lost write left behind must
-        # not pass.
+        # not pass. Runs begin at numbers far apart, so that it is not an earlier run's either.
         self._write_number: Int64Array = np.zeros(num_slots, np.int64)
-        self._next_write_number = 1
+        self._next_write_number = 1 + secrets.randbits(_FIRST_WRITE_NUMBER_BITS)
 
     def write_jobs(self, slots: Int32Array, addresses: Int64Array) -> list[IoJob]:
         """Jobs that write the payload at each address to its slot. The memory stays untouched until
@@ -115,6 +119,7 @@ class DiskPool:
             _CHECKSUM.pack_into(
                 header, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size])
             )
+            header[_HEADER.size + _CHECKSUM.size :] = 0  # what this thread last read stays out
             if len(buffers) == 1:
                 bounce = buffers[0][DISK_HEADER_BYTES:]
                 bounce[: self.payload_bytes] = payload
@@ -145,6 +150,10 @@ class DiskPool:
             return bool(checksum == xxhash.xxh3_64_intdigest(payload))
 
         return read
+
+    def payload_location(self, slot: int) -> tuple[Path, int]:
+        """The file and the offset of a slot's payload in it."""
+        return self._file.path, slot * self.slot_bytes + DISK_HEADER_BYTES
 
     def close(self) -> None:
         """Close the file. No job may be in flight."""
