@@ -9,7 +9,7 @@ import numpy as np
 
 from coldpage.codecs.base import ColdPageCodec, PageIndexPairs, PoolGroupDesc
 from coldpage.device.base import Stream
-from coldpage.errors import CodecError
+from coldpage.errors import CodecError, UsageError
 from coldpage.types import Int64Array, LifeCycleId, MemAddress, PageIndexLocation
 
 __all__ = ["create_default_cold_page_codec"]
@@ -39,7 +39,9 @@ class _ConcatCodec(ColdPageCodec):
         for group in pool_groups:
             sizes = np.array([p.slot_bytes for p in group.pools], np.int64)
             if not group.life_cycles:
-                raise CodecError(f"pool group {group.pool_group_index} has no life cycle")
+                raise CodecError(
+                    f"pool group {group.pool_group_index} has no life cycle: leave it out"
+                )
             shape = _PageShape(
                 hot_base=np.array([p.base_address for p in group.pools], np.int64),
                 hot_stride=sizes,
@@ -51,12 +53,13 @@ class _ConcatCodec(ColdPageCodec):
                 self._shapes[life_cycle.life_cycle_id] = shape
 
     def query_cold_page_bytes(self, life_cycle_id: LifeCycleId) -> int:
-        return self._shapes[life_cycle_id].cold_page_bytes
+        return self._shape(life_cycle_id).cold_page_bytes
 
     def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        return self._shapes[life_cycle_id].representative
+        return self._shape(life_cycle_id).representative
 
     def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
+        self._shape(life_cycle_id)
         return PageIndexLocation.HOST
 
     def encode(
@@ -66,7 +69,7 @@ class _ConcatCodec(ColdPageCodec):
         page_indices: PageIndexPairs,
         stream: Stream,
     ) -> None:
-        shape = self._shapes[life_cycle_id]
+        shape = self._shape(life_cycle_id)
         cold = self._cold_addresses(shape, dst_base, page_indices["dst"])
         hot = self._hot_addresses(shape, page_indices["src"])
         stream.copy(cold, hot, self._sizes(shape, page_indices.size))
@@ -78,10 +81,19 @@ class _ConcatCodec(ColdPageCodec):
         page_indices: PageIndexPairs,
         stream: Stream,
     ) -> None:
-        shape = self._shapes[life_cycle_id]
+        shape = self._shape(life_cycle_id)
         cold = self._cold_addresses(shape, src_base, page_indices["src"])
         hot = self._hot_addresses(shape, page_indices["dst"])
         stream.copy(hot, cold, self._sizes(shape, page_indices.size))
+
+    def _shape(self, life_cycle_id: LifeCycleId) -> _PageShape:
+        try:
+            return self._shapes[life_cycle_id]
+        except KeyError:
+            raise UsageError(
+                f"codec {self.codec_id} does not know life cycle {life_cycle_id}: "
+                "configure it with its pool group first"
+            ) from None
 
     @staticmethod
     def _cold_addresses(shape: _PageShape, base: int, indices: Int64Array) -> Int64Array:
