@@ -253,7 +253,7 @@ def test_an_unconfigured_codec_says_so() -> None:
 
 def test_a_pool_group_without_life_cycles_is_refused() -> None:
     group = PoolGroupDesc(PoolGroupIndex(3), 1, (), ())
-    with pytest.raises(CodecError, match="^pool group 3 has no life cycle: leave it out$"):
+    with pytest.raises(CodecError, match=r"^pool group 3 has no life cycle: leave it out$"):
         create_default_cold_page_codec().configure([group])
 
 
