@@ -262,38 +262,50 @@ def _consume(codec: ColdPageCodec | None) -> ColdPageCodec:
 
 
 def _validate(codec: ColdPageCodec, layout: HotLayout) -> None:
-    """Every rule of the batching classes, before any cold memory is allocated."""
+    """Every rule of the codec's answers, before any cold memory is allocated."""
     name = codec.codec_id
     for lc in layout.life_cycles:
         member = lc.life_cycle_id
         num_bytes = codec.query_cold_page_bytes(member)
         if num_bytes <= 0:
             raise CodecError(
-                f"codec {name}: life cycle {member} has a cold page of {num_bytes} bytes"
+                f"codec {name} has a cold page of {num_bytes} bytes for life cycle {member}: "
+                "return its fixed, positive size from query_cold_page_bytes"
             )
         location = codec.query_page_index_location(member)
+        if not isinstance(location, PageIndexLocation):
+            raise CodecError(
+                f"codec {name} wants the page indices of life cycle {member} at {location}: "
+                "return a PageIndexLocation from query_page_index_location"
+            )
         if location is not PageIndexLocation.HOST:
             raise CodecError(
                 f"codec {name} wants its page indices in {location.value} memory, "
                 "which this device does not offer: use host indices"
             )
-        representative = codec.get_batching_layer_group_id(member)
-        if not 0 <= representative <= member:
-            raise CodecError(
-                f"codec {name}: life cycle {member} is batched as {representative}, "
-                "which is not a life cycle up to itself"
-            )
-        if codec.get_batching_layer_group_id(representative) != representative:
-            raise CodecError(
-                f"codec {name}: representative {representative} does not stand for itself"
-            )
-        if layout.life_cycles[representative].hot_pool_group != lc.hot_pool_group:
-            raise CodecError(
-                f"codec {name} batches life cycles {representative} and {member} "
-                "of two hot pool groups"
-            )
-        if codec.query_cold_page_bytes(LifeCycleId(representative)) != num_bytes:
-            raise CodecError(
-                f"codec {name} batches life cycles {representative} and {member} "
-                "of different cold sizes"
-            )
+        _validate_batching(codec, layout, member)
+
+
+def _validate_batching(codec: ColdPageCodec, layout: HotLayout, member: LifeCycleId) -> None:
+    """The representative of a batching class is its smallest member, and like all the others."""
+    batches = f"codec {codec.codec_id} batches life cycle"
+    first = codec.get_batching_layer_group_id(member)
+    if not 0 <= first <= member:
+        raise CodecError(
+            f"{batches} {member} as {first}: "
+            "return the smallest life cycle of its class from get_batching_layer_group_id"
+        )
+    representative = codec.get_batching_layer_group_id(first)
+    if representative != first:
+        raise CodecError(
+            f"{batches} {member} as {first}, and that one as {representative}: "
+            "a representative must stand for itself"
+        )
+    if layout.life_cycles[first].hot_pool_group != layout.life_cycles[member].hot_pool_group:
+        raise CodecError(f"{batches}s {first} and {member} of two hot pool groups: keep them apart")
+    sizes = codec.query_cold_page_bytes(first), codec.query_cold_page_bytes(member)
+    if sizes[0] != sizes[1]:
+        raise CodecError(
+            f"{batches}s {first} and {member} with cold pages of {sizes[0]} and {sizes[1]} bytes: "
+            "keep them apart"
+        )
