@@ -86,14 +86,23 @@ class LevelBuilder:
         self._config = config
         self._device = device
         self._resources = contextlib.ExitStack()
+        self._new_files: list[Path] = []  # that were not there before
         self._levels: list[LevelPools] = []
         self._names = level_names([tier.tier for tier in config.cache_tiers])
 
     def build(self, codec: ColdPageCodec | None) -> Storage:
         """Consume the codec, allocate every level and connect the parts. Raises ConfigurationError,
-        StorageError or DeviceError; the caller then calls ``close``.
+        StorageError or DeviceError, with nothing left behind.
         """
-        codec = _consume(codec)
+        try:
+            return self._build(_consume(codec))
+        except BaseException:
+            for path in self._new_files:
+                path.unlink(missing_ok=True)
+            self.close()
+            raise
+
+    def _build(self, codec: ColdPageCodec) -> Storage:
         hot = self._build_hot()
         codec.configure(self._describe(hot))
         life_cycles = [lc.life_cycle_id for lc in self.layout.life_cycles]
@@ -105,13 +114,16 @@ class LevelBuilder:
                 self._build_host(CacheLevel(index), tier, cold)
             elif isinstance(tier, DiskTierConfig):
                 self._build_disk(CacheLevel(index), tier, cold)
-        table, counters = PageTable(len(self._levels)), Counters()
-        moves = CodecMoves(self._device, codec, self._levels, table, counters)
-        disk_moves = None
+        ring = None
         if any(level.is_disk for level in self._levels):
             ring = StagingRing(self._device, page_ring_bytes(max(cold_bytes)), MemoryKind.PINNED)
             self._resources.callback(ring.close)
-            disk_moves = DiskMoves(self._device.io, moves, ring, table, counters)
+        # Streams come last, after all that can fail: only the device can stop them again.
+        table, counters = PageTable(len(self._levels)), Counters()
+        moves = CodecMoves(self._device, codec, self._levels, table, counters)
+        disk_moves = (
+            None if ring is None else DiskMoves(self._device.io, moves, ring, table, counters)
+        )
         return Storage(self._device, self._levels, table, moves, disk_moves, counters)
 
     def _build_hot(self) -> LevelPools:
@@ -144,9 +156,12 @@ class LevelBuilder:
         directory = self._lock_directory(Path(tier.path))
         pools: list[DiskPool] = []
         for group, (count, size) in enumerate(zip(counts, cold.slot_bytes, strict=True)):
-            file = BlockFile(directory / f"pool-{group}.slots", count * strides[group])
-            pool = DiskPool(file, count, size)
+            path = directory / f"pool-{group}.slots"
+            is_new = not path.exists()
+            pool = DiskPool(BlockFile(path, count * strides[group]), count, size)
             self._resources.callback(pool.close)
+            if is_new:
+                self._new_files.append(path)
             pools.append(pool)
         self._add_level(level, cold.pool_group_of, counts, (), tuple(pools))
 
