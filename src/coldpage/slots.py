@@ -10,7 +10,7 @@ import numpy.typing as npt
 from coldpage.device.base import Completion, Event, Stream
 from coldpage.types import NO_PAGE, Int32Array, Int64Array
 
-__all__ = ["ReadyEvents", "SlotAllocator"]
+__all__ = ["SWEEP_INTERVAL_EVENTS", "ReadyEvents", "SlotAllocator"]
 
 # Finished events are swept out whenever this many have been registered since the last sweep.
 SWEEP_INTERVAL_EVENTS: Final = 256

@@ -36,7 +36,7 @@ _CHECKSUM: Final = struct.Struct("<Q")
 # Leaves room for 2 ** 62 writes in 63 bits.
 _FIRST_WRITE_NUMBER_BITS: Final = 62
 
-Buffer = npt.NDArray[np.uint8]
+_Bytes = npt.NDArray[np.uint8]
 
 
 def disk_slot_bytes(payload_bytes: int) -> int:
@@ -44,9 +44,9 @@ def disk_slot_bytes(payload_bytes: int) -> int:
     return DISK_HEADER_BYTES + -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _bytes_at(address: int, num_bytes: int) -> Buffer:
+def _bytes_at(address: int, num_bytes: int) -> _Bytes:
     """The memory at ``address`` as an array; the caller keeps it alive."""
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), np.uint8)
 
 
 class _Slab(threading.local):
@@ -55,7 +55,7 @@ class _Slab(threading.local):
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.array: Buffer = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        self.array: _Bytes = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 class DiskPool:
@@ -101,7 +101,7 @@ class DiskPool:
     def _range(self, address: int) -> ByteRange:
         return ByteRange(MemAddress(address), self.payload_bytes)
 
-    def _buffers(self, address: int) -> tuple[Buffer, Buffer, list[Buffer]]:
+    def _buffers(self, address: int) -> tuple[_Bytes, _Bytes, list[_Bytes]]:
         """Header, payload at ``address``, and the aligned buffers of the I/O."""
         slab = self._slab.array
         header = slab[:DISK_HEADER_BYTES]
@@ -113,11 +113,11 @@ class DiskPool:
     def _writer(self, slot: int, number: int, address: int) -> Callable[[], bool]:
         def write() -> bool:
             header, payload, buffers = self._buffers(address)
-            checksum = xxhash.xxh3_64_intdigest(payload)
+            checksum = xxhash.xxh3_64_intdigest(payload.data)
             fields = (_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number, checksum)
-            _HEADER.pack_into(header, 0, *fields)
+            _HEADER.pack_into(header.data, 0, *fields)
             _CHECKSUM.pack_into(
-                header, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size])
+                header.data, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size].data)
             )
             header[_HEADER.size + _CHECKSUM.size :] = 0  # what this thread last read stays out
             if len(buffers) == 1:
@@ -141,13 +141,13 @@ class DiskPool:
                 return False
             if len(buffers) == 1:
                 payload[:] = buffers[0][DISK_HEADER_BYTES : DISK_HEADER_BYTES + self.payload_bytes]
-            (header_checksum,) = _CHECKSUM.unpack_from(header, _HEADER.size)
-            if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
+            (header_checksum,) = _CHECKSUM.unpack_from(header.data, _HEADER.size)
+            if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size].data):
                 return False
-            *fields, checksum = _HEADER.unpack_from(header, 0)
+            *fields, checksum = _HEADER.unpack_from(header.data, 0)
             if fields != [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]:
                 return False
-            return bool(checksum == xxhash.xxh3_64_intdigest(payload))
+            return bool(checksum == xxhash.xxh3_64_intdigest(payload.data))
 
         return read
 
