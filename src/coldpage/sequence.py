@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from coldpage.types import (
     Priority,
 )
 
-__all__ = ["KVCache", "KVCacheStatus", "ReusedPrefix", "SequenceContext"]
+__all__ = ["DiskBlob", "KVCache", "KVCacheStatus", "ReusedPrefix", "SequenceContext"]
 
 
 class KVCacheStatus(enum.Enum):
@@ -52,6 +53,16 @@ class SequenceContext:
     max_util_for_resume: float
     check_thread: Callable[[], None]
     wait_for_progress: Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBlob:
+    """One cold blob on disk: its payload starts at ``offset_bytes`` of the file ``path``."""
+
+    ordinal: BlockOrdinal
+    path: Path
+    offset_bytes: int
+    is_only_copy: bool  # no other level has the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,8 @@ class KVCache:
         self._status = KVCacheStatus.SUSPENDED
         self._stream: Stream | None = None
         self._is_ready = False
+        # Readiness is asked again when somebody has recomputed pages: they may be shared.
+        self._num_fills_seen = 0
         # Blocks from here on have been granted for writing since the last resume.
         self._writable_from = self._table.num_blocks
         self.cached_tokens_by_level = prefix.tokens_by_level
@@ -137,23 +150,46 @@ class KVCache:
         slots = table.slot[HOT_LEVEL, pages]
         return np.where((table.present[pages] & HOT_BIT) != 0, slots, np.int32(NO_SLOT))
 
-    def missing_blocks(self) -> list[BlockOrdinal]:
-        """Blocks of the history whose contents were lost, ascending: recompute their positions in
-        this order, then call ``fill_missing``. While active each has blank hot pages to write to.
+    def blobs_on_disk(self) -> list[DiskBlob]:
+        """Where the cold blobs of this cache lie on disk now; they may move at the next call."""
+        self._check_open()
+        table = self._storage.table
+        found: list[DiskBlob] = []
+        for level in self._storage.levels:
+            if not level.is_disk:
+                continue
+            is_here = (table.present[self._table.pages] & level.bit) != 0
+            for life_cycle, block in np.argwhere(is_here).tolist():
+                page = self._table.pages[life_cycle, block]
+                pool = level.disk[level.pool_group_of[life_cycle]]
+                path, offset = pool.payload_location(int(table.slot[level.level, page]))
+                is_only_copy = int(table.present[page]) == int(level.bit)
+                found.append(DiskBlob(BlockOrdinal(block), path, offset, is_only_copy))
+        return found
+
+    def missing_blocks(self, layer_group_id: LayerGroupId | None = None) -> list[BlockOrdinal]:
+        """Blocks of the history whose contents were lost, in any or in that layer group, ascending:
+        recompute their positions in this order, then call ``fill_missing``. While active each has
+        blank hot pages to write to.
         """
         self._check_open()
-        is_missing = self._storage.table.is_missing[self._table.pages] | self._holes()
+        is_missing = self._storage.table.is_missing[self._table.pages]
+        is_missing = is_missing | self._holes(self._history_length)
+        if layer_group_id is not None:
+            is_missing = is_missing[[layer_group_id]]
         blocks = np.flatnonzero(is_missing[:, : self._num_written_blocks()].any(axis=0))
         return [BlockOrdinal(i) for i in blocks.tolist()]
 
     def _num_written_blocks(self) -> int:
         return -(-self._history_length // self._context.tokens_per_block)
 
-    def _holes(self) -> npt.NDArray[np.bool_]:
-        """Entries that should have a page and have none, [num_life_cycles, num_blocks]."""
+    def _holes(self, history_length: int) -> npt.NDArray[np.bool_]:
+        """Entries that should have a page at that history and have none, [num_life_cycles,
+        num_blocks].
+        """
         holes: npt.NDArray[np.bool_] = self._table.pages == NO_PAGE
         for life_cycle, group in enumerate(self._context.layer_groups):
-            stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
+            stale = group.stale_blocks(history_length, self._context.tokens_per_block)
             holes[life_cycle, stale.start : stale.stop] = False
         return holes
 
@@ -174,14 +210,15 @@ class KVCache:
         self._stream = stream
         self._is_ready = False
         self._writable_from = self._table.num_blocks
-        if not self._fill_holes():
+        if not self._fill_holes(self._history_length):
             self.suspend()
             return False
         return True
 
-    def _fill_holes(self) -> bool:
+    def _fill_holes(self, history_length: int) -> bool:
         """Give blank pages, marked missing, to blocks that should have one and have none."""
-        holes = self._holes()
+        self._leave_missing_tail(history_length)
+        holes = self._holes(history_length)
         if not holes.any():
             return True
         life_cycles, ordinals = np.nonzero(holes)
@@ -194,25 +231,40 @@ class KVCache:
         self._table.pages[holes] = pages
         return True
 
+    def _leave_missing_tail(self, history_length: int) -> None:
+        """Let go of a lost last page that others share and of which this sequence can recompute
+        only a part: theirs may be longer.
+        """
+        per_block = self._context.tokens_per_block
+        entries = self._table.pages[:, history_length // per_block :][:, :1]
+        if history_length % per_block == 0 or not entries.size:
+            return
+        table = self._storage.table
+        is_shared = (table.num_refs[entries] > 1) | (table.node[entries] != 0)
+        is_left = table.is_missing[entries] & is_shared
+        left = entries[is_left]
+        entries[is_left] = NO_PAGE
+        self._release(left)
+
     def is_ready(self) -> bool:
         """Whether every page is hot, verified and quiescent, so that attention may use it. Never
         blocks.
         """
         self._check_status(KVCacheStatus.ACTIVE, "is_ready")
-        if self._is_ready:
+        num_fills = self._storage.num_fills
+        if self._is_ready and self._num_fills_seen == num_fills:
             return True
         self._storage.poll()
         pages = self._table.live_pages()
         if not self._storage.are_hot(pages):
             return False
         events = self._storage.moves.outstanding(pages)
-        if self._stream is None:
-            self._is_ready = not events
-            return self._is_ready
-        for event in events:
-            self._stream.wait(event)
-        self._is_ready = True
-        return True
+        if self._stream is not None:
+            for event in events:
+                self._stream.wait(event)
+        self._is_ready = self._stream is not None or not events
+        self._num_fills_seen = num_fills
+        return self._is_ready
 
     def synchronize(self) -> None:
         """Block until ``is_ready``."""
@@ -244,7 +296,8 @@ class KVCache:
     def resize(self, capacity: int, history_length: int | None = None) -> bool:
         """Have room for ``capacity`` positions and grant writing [history_length, capacity).
 
-        All or nothing: False, changing nothing visible, when the hot level has no room now. Shared
+        All or nothing: False, changing nothing visible, when the hot level has no room now or a
+        block to be granted is still on its way there. Shared
         pages in the granted range are copied; ``history_length``, if given, first becomes the
         number of written positions.
         """
@@ -258,10 +311,16 @@ class KVCache:
                 f"resize to capacity {capacity} and history {history} breaks "
                 f"committed {self._num_committed} <= history <= capacity"
             )
-        if not (self._grant_writing(history) and self._grow(capacity) and self._fill_holes()):
+        old_capacity = self._capacity
+        if not (
+            self._grant_writing(history) and self._grow(capacity) and self._fill_holes(history)
+        ):
+            self._cut_capacity(old_capacity)
             return False
         self._history_length = history
         self._cut_capacity(capacity)
+        # Blocks that will be written from their start have nothing to be recomputed.
+        self._storage.table.is_missing[self._table.pages[:, self._num_written_blocks() :]] = False
         self._release_stale()
         return True
 
@@ -329,6 +388,7 @@ class KVCache:
         self._history_length = num_tokens
         del self._keys[self._num_committed // self._context.tokens_per_block :]
         self._cut_capacity(num_tokens)
+        self._leave_missing_tail(num_tokens)
         # The last block may be cut inside a page that others share or that is committed.
         self._writable_from = self._table.num_blocks
 
@@ -380,9 +440,7 @@ class KVCache:
         self._check_status(KVCacheStatus.ACTIVE, "fill_missing")
         pages = self._table.pages[:, list(ordinals)].ravel()
         pages = pages[pages != NO_PAGE]
-        self._storage.table.is_missing[pages] = False
-        if self._stream is not None:
-            self._storage.moves.order_after(pages, self._stream)
+        self._storage.fill(pages, self._stream)
 
     def fork(self) -> KVCache:
         """A suspended cache with the same history. Every page is shared, the partial last block
@@ -400,7 +458,9 @@ class KVCache:
         other = KVCache(self._context, prefix, self._priority)
         other._history_length = other._capacity = self._history_length
         if self._stream is not None:
-            self._storage.moves.order_after(self._table.live_pages(), self._stream)
+            pages = self._table.live_pages()
+            is_hot = (self._storage.table.present[pages] & HOT_BIT) != 0
+            self._storage.moves.order_after(pages[is_hot], self._stream)
         self._writable_from = self._table.num_blocks
         return other
 

@@ -26,7 +26,6 @@ from coldpage.types import (
     PAGE_INDEX_PAIR,
     Int32Array,
     LifeCycleId,
-    MemAddress,
 )
 
 __all__ = ["CodecMoves"]
@@ -58,7 +57,6 @@ class CodecMoves:
         self.hot_level = levels[HOT_LEVEL]
         self._table = table
         self._counters = counters
-        self._after_codec_call = getattr(device, "after_codec_call", None)
         num_life_cycles = self.hot_level.pool_group_of.size
         self.cold_page_bytes = [
             codec.query_cold_page_bytes(LifeCycleId(i)) for i in range(num_life_cycles)
@@ -116,9 +114,9 @@ class CodecMoves:
         accepted = True
         try:
             if to_hot:
-                self._decode(representative, base, _pairs(hot_slots, cold_slots))
+                self._codec.decode(representative, base, _pairs(hot_slots, cold_slots), stream)
             else:
-                self._encode(representative, base, _pairs(cold_slots, hot_slots))
+                self._codec.encode(representative, base, _pairs(cold_slots, hot_slots), stream)
         except SubmissionError:
             accepted = False
             self._counters.totals["rejected_submissions"] += 1
@@ -152,7 +150,7 @@ class CodecMoves:
         slices = np.arange(pages.size, dtype=np.int32)
         accepted = True
         try:
-            self._encode(representative, lease.address, _pairs(slices, hot_slots))
+            self._codec.encode(representative, lease.address, _pairs(slices, hot_slots), stream)
         except SubmissionError:
             accepted = False
             self._counters.totals["rejected_submissions"] += 1
@@ -179,7 +177,7 @@ class CodecMoves:
         self.ready.wait_on(stream, hot_group.event[hot_slots])
         accepted = True
         try:
-            self._decode(representative, lease.address, _pairs(hot_slots, slices))
+            self._codec.decode(representative, lease.address, _pairs(hot_slots, slices), stream)
         except SubmissionError:
             accepted = False
             self._counters.totals["rejected_submissions"] += 1
@@ -204,16 +202,6 @@ class CodecMoves:
                 group.event[src_slots] = event_id
                 group.event[dst_slots] = event_id
         self._counters.totals["copied_on_write_pages"] += int(src.size)
-
-    def _encode(self, life_cycle: LifeCycleId, base: MemAddress, pairs: PageIndexPairs) -> None:
-        self._codec.encode(life_cycle, base, pairs, self.offload_stream)
-        if self._after_codec_call is not None:
-            self._after_codec_call(pairs)
-
-    def _decode(self, life_cycle: LifeCycleId, base: MemAddress, pairs: PageIndexPairs) -> None:
-        self._codec.decode(life_cycle, base, pairs, self.onboard_stream)
-        if self._after_codec_call is not None:
-            self._after_codec_call(pairs)
 
     def order_after(self, pages: Int32Array, stream: Stream) -> None:
         """Make the pages' hot slots ready only after all work enqueued on ``stream`` so far (and

@@ -1,0 +1,167 @@
+"""Running a recorded run again with the same batches on a hot level that holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from coldpage.engine.planning import ItemPurpose
+from coldpage.engine.recording import PageHasher, RecordedItem, RecordedRestore, Recorder
+from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+
+if TYPE_CHECKING:
+    from coldpage.manager import KVCacheManager
+    from coldpage.sequence import KVCache
+
+__all__ = ["RECOMPUTED_TOLERANCE", "Comparison", "Replay"]
+
+# Logits after a recomputed block: another chunk shape rounds differently (float32).
+RECOMPUTED_TOLERANCE: Final = 1e-4
+# Differences described one by one; further ones are only counted.
+_MAX_SENTENCES: Final = 10
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was compared, and what differed."""
+
+    num_pages: int = 0  # restored pages equal byte for byte
+    num_rows: int = 0  # logit rows equal bit for bit
+    num_close_rows: int = 0  # logit rows after a recomputed block, equal within the tolerance
+    num_tokens: int = 0
+    largest_close_difference: float = 0.0
+    num_differences: int = 0
+    sentences: list[str] = field(default_factory=list)
+
+    def differ(self, sentence: str) -> None:
+        """Note a difference."""
+        self.num_differences += 1
+        if len(self.sentences) < _MAX_SENTENCES:
+            self.sentences.append(sentence)
+
+
+class Replay:
+    """Replays one recording. ``conversation_of`` maps a request to what its cache is kept under."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        conversation_of: Callable[[str], str],
+        manager: KVCacheManager,
+        runner: ModelRunner,
+        hasher: PageHasher,
+    ) -> None:
+        self._recorder = recorder
+        self._conversation_of = conversation_of
+        self._manager = manager
+        self._runner = runner
+        self._hasher = hasher
+        self._caches: dict[str, KVCache] = {}
+        self._recomputed: set[str] = set()  # conversations with a recomputed block
+        self._expected: dict[str, int] = {}  # the token that the replay chose last, by request
+        self.comparison = Comparison()
+
+    def run(self, on_step: Callable[[int], None]) -> Comparison:
+        """Replay everything; ``on_step`` gets the number of steps done."""
+        restores = list(self._recorder.restores)
+        for index, step in enumerate(self._recorder.steps):
+            while restores and restores[0].step_index <= index:
+                self._compare_pages(restores.pop(0))
+            self._run_step(step.items)
+            on_step(index + 1)
+        for kv_cache in self._caches.values():
+            kv_cache.close()
+        return self.comparison
+
+    def _compare_pages(self, restore: RecordedRestore) -> None:
+        conversation = self._conversation_of(restore.request_id)
+        kv_cache = self._caches.get(conversation)
+        if kv_cache is None or conversation in self._recomputed:
+            return
+        expected = self._hasher.digests(
+            kv_cache, min(restore.history_length, kv_cache.history_length)
+        )
+        for place, digest in restore.digests.items():
+            if expected.get(place) == digest:
+                self.comparison.num_pages += 1
+            else:
+                self.comparison.differ(
+                    f"{restore.request_id}: block {place[1]} of layer group {place[0]} came back "
+                    "with other bytes"
+                )
+
+    def _run_step(self, items: tuple[RecordedItem, ...]) -> None:
+        forks: list[KVCache] = []
+        step_items: list[StepItem] = []
+        for item in items:
+            kv_cache = self._cache_for(item)
+            if item.purpose is ItemPurpose.RECOMPUTE:
+                # The same rows take part in the step, but the reference keeps its own bytes.
+                self._recomputed.add(self._conversation_of(item.request_id))
+                kv_cache = kv_cache.fork()
+                forks.append(kv_cache)
+                self._resume(kv_cache)
+            if kv_cache.history_length > item.start:
+                kv_cache.truncate(item.start)
+            stop = item.start + item.token_ids.size
+            assert kv_cache.history_length == item.start, "the replay lacks history"
+            assert kv_cache.resize(stop), "the replay's hot level is too small"
+            kv_cache.synchronize()
+            wanted = LogitsWanted.LAST if item.wants_logits else LogitsWanted.NONE
+            step_items.append(StepItem(kv_cache, item.start, item.token_ids, wanted))
+        outputs = self._runner.forward(step_items)
+        for item, step_item, output in zip(items, step_items, outputs, strict=True):
+            self._compare_tokens(item)
+            if item.purpose is not ItemPurpose.RECOMPUTE:
+                self._caches[self._conversation_of(item.request_id)].commit(step_item.token_ids)
+            if output is not None and item.logits is not None:
+                self._compare_logits(item, item.logits, output)
+        for fork in forks:
+            fork.close()
+
+    def _cache_for(self, item: RecordedItem) -> KVCache:
+        conversation = self._conversation_of(item.request_id)
+        if conversation not in self._caches:
+            self._caches[conversation] = self._manager.create_kv_cache()
+            self._resume(self._caches[conversation])
+        return self._caches[conversation]
+
+    @staticmethod
+    def _resume(kv_cache: KVCache) -> None:
+        assert kv_cache.resume(), "the replay's hot level is too small"
+        kv_cache.synchronize()
+
+    def _compare_tokens(self, item: RecordedItem) -> None:
+        """A decoded token is fed to the next step: it must be the one that the replay chose."""
+        if item.purpose is not ItemPurpose.DECODE or item.request_id not in self._expected:
+            return
+        expected = self._expected.pop(item.request_id)
+        self.comparison.num_tokens += 1
+        if expected != int(item.token_ids[0]):
+            self.comparison.differ(
+                f"{item.request_id}: token {int(item.token_ids[0])} at position {item.start}, "
+                f"the replay chose {expected}"
+            )
+
+    def _compare_logits(
+        self, item: RecordedItem, seen: torch.Tensor, expected: torch.Tensor
+    ) -> None:
+        comparison = self.comparison
+        where = f"{item.request_id}: logits at position {item.start + item.token_ids.size - 1}"
+        self._expected[item.request_id] = int(np.argmax(expected[-1].numpy()))
+        if self._conversation_of(item.request_id) not in self._recomputed:
+            if torch.equal(seen, expected):
+                comparison.num_rows += len(seen)
+            else:
+                comparison.differ(f"{where} differ")
+            return
+        largest = float((seen - expected).abs().max())
+        comparison.largest_close_difference = max(comparison.largest_close_difference, largest)
+        if largest <= RECOMPUTED_TOLERANCE:
+            comparison.num_close_rows += len(seen)
+        else:
+            comparison.differ(f"{where} differ by {largest:.1e} after a recomputed block")
