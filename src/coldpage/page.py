@@ -141,3 +141,11 @@ class PageTable:
         for level in range(self.num_levels - 1, -1, -1):
             levels[(bits >> level) & 1 != 0] = level
         return levels
+
+    def check_integrity(self) -> None:
+        """Assert that no row is free twice and that free rows are blank."""
+        free = np.array(self._free, np.int32)
+        assert np.unique(free).size == free.size, "a page was destroyed twice"
+        for name in _COLUMNS:
+            if name != "version":
+                assert not getattr(self, name)[free].any(), f"a free row has a {name}"

@@ -238,7 +238,7 @@ class KVCacheManager:
         if self._is_closed:
             return
         self._check_thread()
-        self._storage.finish_transfers()
+        self._storage.close()
         self._is_closed = True
         self._builder.close()
         if self._owns_device:

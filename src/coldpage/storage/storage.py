@@ -42,6 +42,7 @@ class Storage:
         self.levels = levels
         self.moves = moves
         self.counters = counters
+        self.num_fills = 0  # calls of ``fill``
         self.copies = PageCopies(levels, table, counters)
         self._device = device
         self._disk_moves = disk_moves
@@ -164,9 +165,11 @@ class Storage:
         A page that somebody else may read (another holder, the prefix tree) is copied, and the
         caller's reference and lock move to the copy; any other loses its colder copies, which will
         be out of date. ``stream`` is where the caller's work on the pages was enqueued. None,
-        changing nothing, when there is no room.
+        changing nothing, when there is no room or a page is still on its way to the hot level.
         """
         table = self.table
+        if not bool((table.present[pages] & HOT_BIT).all()):
+            return None
         is_shared = (table.num_refs[pages] > 1) | (table.node[pages] != 0)
         shared, own = pages[is_shared], pages[~is_shared]
         if shared.size:
@@ -191,6 +194,13 @@ class Storage:
         table.version[own] += 1
         self.copies.drop_cold(own)
         return pages
+
+    def fill(self, pages: Int32Array, stream: Stream | None) -> None:
+        """Missing pages have been written again, by work enqueued on ``stream``."""
+        self.table.is_missing[pages] = False
+        self.num_fills += 1
+        if stream is not None:
+            self.moves.order_after(pages, stream)
 
     # ------------------------------------------------------------------ holding
 
@@ -277,12 +287,13 @@ class Storage:
             return
         table = self.table
         pages = np.unique(np.concatenate(settled.pages))
+        dead = pages[(table.num_refs[pages] == 0) & (table.node[pages] == 0)]
         if settled.lost:
             lost = np.unique(np.concatenate(settled.lost))
             is_gone = (table.present[lost] == 0) & ((table.reserved[lost] & ~HOT_BIT) == 0)
             lost = lost[is_gone & ((table.num_refs[lost] > 0) | (table.node[lost] != 0))]
             self.copies.lose(lost)
-        self.copies.bury(pages)
+        self.copies.bury(dead)
         is_waiting = ((table.reserved[pages] & HOT_BIT) != 0) & (table.busy[pages] == 0)
         is_waiting &= (table.reserved[pages] & ~HOT_BIT) == 0
         waiting = pages[is_waiting]
@@ -297,11 +308,18 @@ class Storage:
             self._drain()
         self.moves.synchronize()
 
+    def close(self) -> None:
+        """Block until no transfer is in flight and nobody's work on the pages is."""
+        self.finish_transfers()
+        for event in self.moves.ready.all_outstanding():
+            event.synchronize()
+
     # ------------------------------------------------------------------ checking
 
     def check_integrity(self) -> None:
         """Assert that columns and slots tell the same story on every level."""
         table = self.table
+        table.check_integrity()
         locked = np.flatnonzero(table.num_locks).astype(np.int32)
         assert bool((self._count_groups(locked) == self._num_locked).all()), "lock counts are off"
         for level in self.levels:
