@@ -150,7 +150,11 @@ class Storage:
             self._hot.pool_group_of[life_cycles], minlength=self._num_locked.size
         ).astype(np.int64)
         for group, count in enumerate(counts.tolist()):
-            if count and not self._escalation.make_hot_room(PoolGroupIndex(group), count):
+            if not count:
+                continue
+            # Locked pages whose onboarding was rejected have no slot now and will need one.
+            unlocked = self._hot.allocators[group].num_slots - int(self._num_locked[group])
+            if count > unlocked or not self._escalation.make_hot_room(PoolGroupIndex(group), count):
                 return None
         pages = self.table.create(life_cycles, ordinals, priority)
         self.copies.allocate(self._hot, pages)
