@@ -16,13 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from coldpage.config import (
-    CacheTierConfig,
-    DeviceTierConfig,
-    DiskTierConfig,
-    HostTierConfig,
-    KVCacheManagerConfig,
-)
+from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
+from coldpage.engine.assembly import MAX_LOCKED_FRACTION, block_bytes, build_manager
 from coldpage.engine.conversations import (
     ANSWER_TOKENS,
     TURN_TOKENS,
@@ -33,14 +28,14 @@ from coldpage.engine.conversations import (
     serve_tokens,
 )
 from coldpage.engine.geometry import cache_argument
-from coldpage.engine.model import LoadedModel, load_model, manager_layers
+from coldpage.engine.model import LoadedModel, load_model
 from coldpage.engine.recording import PageHasher, Recorder
 from coldpage.engine.replay import RECOMPUTED_TOLERANCE, Comparison, Replay
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
 from coldpage.errors import ModelError
-from coldpage.manager import KVCacheManager, ManagerStats
+from coldpage.manager import ManagerStats
 from coldpage.types import Int32Array
 
 __all__ = ["run_verify"]
@@ -48,7 +43,6 @@ __all__ = ["run_verify"]
 # Where the two best logits lie closer than this, another order of summation may choose the other.
 NEAR_TIE: Final = 1e-3
 _NUM_HOST_CONVERSATIONS: Final = 2
-_MAX_LOCKED_FRACTION: Final = 0.97
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +68,16 @@ def _conversation_tokens(options: VerifyOptions) -> int:
     return options.conversation_tokens + options.num_rounds * (TURN_TOKENS + ANSWER_TOKENS)
 
 
-def _sizes(options: VerifyOptions, block_bytes: int) -> _Sizes:
+def _sizes(options: VerifyOptions, bytes_per_block: int) -> _Sizes:
     blocks = -(-_conversation_tokens(options) // options.tokens_per_block) + 1
     num_disk = 1 if options.injection is Injection.FULL else 2 * options.num_conversations
-    per_conversation = blocks * block_bytes
+    per_conversation = blocks * bytes_per_block
     return _Sizes(
-        hot=int(options.num_hot_conversations * per_conversation / _MAX_LOCKED_FRACTION)
-        + block_bytes,
+        hot=int(options.num_hot_conversations * per_conversation / MAX_LOCKED_FRACTION)
+        + bytes_per_block,
         host=_NUM_HOST_CONVERSATIONS * per_conversation,
         disk=num_disk * per_conversation,
     )
-
-
-def _manager(
-    model: LoadedModel, tiers: tuple[CacheTierConfig, ...], tokens_per_block: int
-) -> KVCacheManager:
-    layers = manager_layers(model, tokens_per_block)
-    return KVCacheManager(
-        KVCacheManagerConfig(
-            tokens_per_block, tiers, layers, _MAX_LOCKED_FRACTION, model.fingerprint
-        )
-    )
-
-
-def _block_bytes(model: LoadedModel, tokens_per_block: int) -> int:
-    layers = manager_layers(model, tokens_per_block)
-    return sum(buffer.num_bytes for layer in layers for buffer in layer.buffers)
 
 
 @contextlib.contextmanager
@@ -133,7 +111,7 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
 def _run_under_pressure(
     model: LoadedModel, options: VerifyOptions, directory: str, progress: Progress
 ) -> _PressureRun:
-    sizes = _sizes(options, _block_bytes(model, options.tokens_per_block))
+    sizes = _sizes(options, block_bytes(model, options.tokens_per_block))
     tiers = (
         DeviceTierConfig(sizes.hot),
         HostTierConfig(sizes.host),
@@ -144,7 +122,7 @@ def _run_under_pressure(
     )
     total = options.num_conversations * options.num_rounds
     task = progress.add_task("run under pressure", total=total)
-    with _manager(model, tiers, options.tokens_per_block) as manager:
+    with build_manager(model, tiers, options.tokens_per_block) as manager:
         recorder = Recorder(PageHasher(model, manager))
         runner = ModelRunner(model, manager)
         scheduler = Scheduler(runner, manager, serve_tokens(model, manager))
@@ -186,17 +164,21 @@ def _flip_one_bit(recorder: Recorder, conversations: list[Conversation]) -> None
 def _replay(
     model: LoadedModel, options: VerifyOptions, run: _PressureRun, progress: Progress
 ) -> Comparison:
-    block_bytes = _block_bytes(model, options.tokens_per_block)
     blocks = -(-_conversation_tokens(options) // options.tokens_per_block) + 2
     # Half as much again: a recomputed step needs a second copy of what it writes.
-    hot = int(1.5 * (options.num_conversations + 1) * blocks * block_bytes)
+    hot = int(
+        1.5
+        * (options.num_conversations + 1)
+        * blocks
+        * block_bytes(model, options.tokens_per_block)
+    )
     name_of = {
         conversation.request_id(index): conversation.name
         for conversation in run.conversations
         for index in range(options.num_rounds)
     }
     task = progress.add_task("replay without pressure", total=len(run.recorder.steps))
-    with _manager(model, (DeviceTierConfig(hot),), options.tokens_per_block) as manager:
+    with build_manager(model, [DeviceTierConfig(hot)], options.tokens_per_block) as manager:
         replay = Replay(
             run.recorder,
             name_of.__getitem__,

@@ -1,0 +1,53 @@
+"""Putting the engine together: the number type, and a manager that fits a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from coldpage.config import CacheTierConfig, KVCacheManagerConfig
+from coldpage.engine.model import LoadedModel, manager_layers
+from coldpage.errors import ModelError
+from coldpage.manager import KVCacheManager
+
+__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "choose_dtype"]
+
+# Of the hot level; the rest is what running sequences grow into.
+MAX_LOCKED_FRACTION: Final = 0.97
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """``auto`` is bfloat16 where this processor multiplies it in hardware, else float32.
+
+    Raises ModelError for a name that is none of ``auto``, ``bfloat16`` and ``float32``.
+    """
+    if name == "auto":
+        is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.bfloat16 if is_fast else torch.float32
+    if name not in _DTYPES:
+        raise ModelError(f"the dtype {name!r} is not supported: use auto, bfloat16 or float32")
+    return _DTYPES[name]
+
+
+def block_bytes(model: LoadedModel, tokens_per_block: int) -> int:
+    """Bytes of one block over all layers."""
+    layers = manager_layers(model, tokens_per_block)
+    return sum(buffer.num_bytes for layer in layers for buffer in layer.buffers)
+
+
+def build_manager(
+    model: LoadedModel, tiers: Sequence[CacheTierConfig], tokens_per_block: int
+) -> KVCacheManager:
+    """A manager for the model's pages. Raises ConfigurationError or StorageError."""
+    return KVCacheManager(
+        KVCacheManagerConfig(
+            tokens_per_block,
+            tuple(tiers),
+            manager_layers(model, tokens_per_block),
+            MAX_LOCKED_FRACTION,
+            model.fingerprint,
+        )
+    )
