@@ -255,10 +255,11 @@ class KVCache:
         if self._is_ready and self._num_fills_seen == num_fills:
             return True
         self._storage.poll()
-        pages = self._table.live_pages()
-        if not self._storage.are_hot(pages):
+        # Pages may have been lost since the resume, on their way up.
+        is_hot = self._storage.are_hot(self._table.live_pages())
+        if not is_hot or not self._fill_holes(self._history_length):
             return False
-        events = self._storage.moves.outstanding(pages)
+        events = self._storage.moves.outstanding(self._table.live_pages())
         if self._stream is not None:
             for event in events:
                 self._stream.wait(event)

@@ -35,7 +35,7 @@ class Losable(enum.IntEnum):
 
     NOTHING = 0
     DROPPABLE = 1  # committed pages that nobody holds
-    HELD = 2  # those first, then pages of suspended sequences
+    HELD = 2  # also pages of suspended sequences
 
 
 class Escalation:
@@ -81,7 +81,11 @@ class Escalation:
         if candidates.size < shortage:
             return False
         if len(self._levels) == 1:
-            victims = self._losses(candidates, shortage, Losable.HELD)
+            is_held = table.num_refs[candidates] > 0
+            victims = self._policy.choose(table, candidates[~is_held], shortage)
+            num_held = shortage - victims.size
+            held = self._policy.choose(table, candidates[is_held], num_held)
+            victims = np.concatenate([victims, held])
         else:
             victims = self._policy.choose(table, candidates, shortage)
         has_other_copy = (table.present[victims] & ~HOT_BIT) != 0
@@ -109,12 +113,14 @@ class Escalation:
 
     def _send_down(self, pages: Int32Array, losable: Losable) -> Int32Array:
         """Try the cold levels in order. Returns the pages for which none has room."""
+        table = self._table
         for level in self._levels[1:]:
-            rest = [
-                self._send_to_group(level, PoolGroupIndex(group), members, losable)
-                for group, members in split_by(self._copies.pool_groups(level, pages), pages)
-            ]
-            pages = np.concatenate(rest) if rest else pages
+            # An older transfer still uses the page's slot there.
+            is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
+            rest, pages = [pages[is_taken]], pages[~is_taken]
+            for group, members in split_by(self._copies.pool_groups(level, pages), pages):
+                rest.append(self._send_to_group(level, PoolGroupIndex(group), members, losable))
+            pages = np.concatenate(rest)
         return pages
 
     def _send_to_group(
@@ -138,10 +144,11 @@ class Escalation:
             return
         self._copies.allocate(level, pages)
         if level.is_disk:
-            refused = self._write_staged(level, pages)
-            self._copies.free_slots(level, refused)
+            self._copies.free_slots(level, self._write_staged(level, pages))
         else:
-            refused = self._moves.offload(pages, level)
+            self._leave_hot(pages, self._moves.offload(pages, level))
+
+    def _leave_hot(self, pages: Int32Array, refused: Int32Array) -> None:
         sent = np.setdiff1d(pages, refused, assume_unique=True) if refused.size else pages
         self._copies.drop(self._levels[HOT_LEVEL], sent)
 
@@ -151,12 +158,15 @@ class Escalation:
         """
         disk_moves = self._disk_moves
         assert disk_moves is not None
-        refused = disk_moves.write_staged(pages, level)
-        while refused.size and disk_moves.num_in_flight:
+        while True:
+            refused = disk_moves.write_staged(pages, level)
+            # Before any wait: a write that fails then must find that the hot copy is gone.
+            self._leave_hot(pages, refused)
+            if not refused.size or not disk_moves.num_in_flight:
+                return refused
+            pages = refused
             self._copies.counters.totals["staging_waits"] += 1
             self._drain()
-            refused = disk_moves.write_staged(refused, level)
-        return refused
 
     # ------------------------------------------------------------------ cold levels
 
@@ -165,26 +175,32 @@ class Escalation:
     ) -> int:
         """Have up to ``count`` free slots without waiting; returns how many of them there are.
 
-        Slots are freed in this order: copies of pages that also are on a hotter level, copies of
-        pages that also are on a colder one, and, as far as ``losable`` allows, pages that are
-        nowhere else.
+        Slots are freed in this order: copies of pages that are hot, copies of pages that are on a
+        colder level too, pages that nobody holds, copies of pages that are on a hotter cold level,
+        and pages that suspended sequences hold; ``losable`` says whether the third and the last
+        kind may go. A page dropped for good is the oldest on the coldest level; giving up a copy of
+        one that is still in host memory instead would only have it written again.
         """
         table, allocator = self._table, level.allocators[pool_group]
         shortage = count - allocator.num_free
         if shortage > 0:
             owners = allocator.page[allocator.owned()]
             owners = owners[((table.busy[owners] | table.reserved[owners]) & level.bit) == 0]
+            is_hot = (table.present[owners] & HOT_BIT) != 0
+            shortage -= self._give_up(level, owners[is_hot], shortage)
             hotter = np.uint8(level.bit - 1)
-            colder = ~(hotter | level.bit)
-            is_redundant = (table.present[owners] & hotter) != 0
-            shortage -= self._give_up(level, owners[is_redundant], shortage)
-            owners = owners[~is_redundant & (table.num_locks[owners] == 0)]
-            is_clean = (table.present[owners] & colder) != 0
+            is_redundant = ~is_hot & ((table.present[owners] & hotter) != 0)
+            redundant = owners[is_redundant]
+            owners = owners[~is_hot & ~is_redundant & (table.num_locks[owners] == 0)]
+            is_clean = (table.present[owners] & ~(hotter | level.bit)) != 0
             shortage -= self._give_up(level, owners[is_clean], shortage)
-            owners = owners[~is_clean & (table.busy[owners] == 0) & (table.reserved[owners] == 0)]
-            victims = self._losses(owners, shortage, losable)
-            self._copies.drop(level, victims)
-            self._copies.lose(victims)
+            last = owners[~is_clean & (table.busy[owners] == 0) & (table.reserved[owners] == 0)]
+            is_held = table.num_refs[last] > 0
+            if losable >= Losable.DROPPABLE:
+                shortage -= self._lose(level, last[~is_held], shortage)
+            shortage -= self._give_up(level, redundant, shortage)
+            if losable >= Losable.HELD:
+                self._lose(level, last[is_held], shortage)
         return min(count, allocator.num_free)
 
     def _give_up(self, level: LevelPools, pages: Int32Array, count: int) -> int:
@@ -192,18 +208,12 @@ class Escalation:
         self._copies.drop(level, victims)
         return int(victims.size)
 
-    def _losses(self, pages: Int32Array, count: int, losable: Losable) -> Int32Array:
-        """Up to ``count`` pages to drop for good: droppable ones first, then held ones
-        if allowed.
-        """
-        is_held = self._table.num_refs[pages] > 0
-        chosen = pages[:0]
-        if losable >= Losable.DROPPABLE:
-            chosen = self._policy.choose(self._table, pages[~is_held], count)
-        if losable >= Losable.HELD:
-            held = self._policy.choose(self._table, pages[is_held], count - chosen.size)
-            chosen = np.concatenate([chosen, held])
-        return chosen
+    def _lose(self, level: LevelPools, pages: Int32Array, count: int) -> int:
+        """Drop up to ``count`` of pages that are nowhere but on the level, for good."""
+        victims = self._policy.choose(self._table, pages, count)
+        self._copies.drop(level, victims)
+        self._copies.lose(victims)
+        return int(victims.size)
 
     # ------------------------------------------------------------------ the background spill
 
@@ -231,8 +241,21 @@ class Escalation:
         wanted -= int(owners.size - dirty.size)
         victims = self._policy.choose(table, dirty, min(wanted, budget))
         for disk_group, members in split_by(self._copies.pool_groups(disk, victims), victims):
-            losable = Losable.DROPPABLE if disk is self._levels[-1] else Losable.NOTHING
-            room = self.make_cold_room(disk, PoolGroupIndex(disk_group), members.size, losable)
+            room = self._make_spill_room(disk, PoolGroupIndex(disk_group), members.size)
             if room:
                 self._copies.allocate(disk, members[:room])
                 disk_moves.write_through(members[:room], level, disk)
+
+    def _make_spill_room(self, disk: LevelPools, pool_group: PoolGroupIndex, count: int) -> int:
+        """As ``make_cold_room``, but only at the cost of pages that nobody holds: taking another
+        page's copy would have that one spilled again, for ever.
+        """
+        table, allocator = self._table, disk.allocators[pool_group]
+        shortage = count - allocator.num_free
+        if shortage > 0 and disk is self._levels[-1]:
+            owners = allocator.page[allocator.owned()]
+            in_motion = table.busy[owners] | table.reserved[owners]
+            is_only_here = table.present[owners] == disk.bit
+            is_free = (table.num_refs[owners] == 0) & (in_motion == 0)
+            self._lose(disk, owners[is_only_here & is_free], shortage)
+        return min(count, allocator.num_free)
