@@ -1,0 +1,397 @@
+"""One manager under test: operations on numbered sequences, and after each of them every check.
+
+The naive model keeps the tokens of each sequence and which whole-block prefixes were ever
+committed; from these follows what the manager must say and what it may reuse.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coldpage import KVCacheManager, ReuseScope, SubmissionError
+from coldpage.device.base import Stream
+from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
+from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
+from coldpage.types import BlockOrdinal, CacheLevel, LayerGroupId, Priority
+from tests.property.setups import ROOMY_BLOCKS, Setup, build_manager, simulated
+
+SCOPES = (ReuseScope(), ReuseScope(salt="another tenant"))
+NUM_STREAMS = 3
+MAX_SEQUENCES = 6
+MAX_TOKENS = 40
+# How often work that luck refuses is tried again.
+MAX_TRIES = 200
+MAX_WAITS = 2000
+
+Prefix = tuple[int, ...]
+
+
+class Driver:
+    """A manager on a simulated device with the sequences that live on it."""
+
+    def __init__(self, setup: Setup, seed: int = 0) -> None:
+        self.setup = setup
+        self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
+        self.device: SimulatedDevice = simulated(seed)
+        self.manager: KVCacheManager = build_manager(
+            setup, self.device, Path(self._directory.name) / "disk"
+        )
+        self.engine = PatternEngine(self.manager)
+        self.streams: list[Stream | None] = [None]
+        self.streams += [self.device.create_stream(f"compute {i}") for i in range(NUM_STREAMS - 1)]
+        self.sequences: list[PatternSequence] = []
+        self.operations: Counter[str] = Counter()
+        self._committed: dict[ReuseScope, set[Prefix]] = {scope: set() for scope in SCOPES}
+        self._missing: dict[PatternSequence, set[BlockOrdinal]] = {}
+        # Where each sequence was ready; it must say so again as long as its pages did not change.
+        self._ready: set[PatternSequence] = set()
+        self._had_failures = False
+        self._num_lost = 0
+
+    # ------------------------------------------------------------------ faults
+
+    @property
+    def faults(self) -> SimulatedFaults:
+        """What the device does wrong from now on."""
+        return self.device.faults
+
+    def set_faults(self, *, submission: float, io: float, delay: float) -> None:
+        self.faults.submission_failure_rate = submission
+        self.faults.io_failure_rate = io
+        self.faults.io_delay_rate = delay
+        self._had_failures |= submission > 0 or io > 0
+
+    def fail_next_submission(self, stream_name: str) -> None:
+        """The next use of a migration stream is refused."""
+        self.operations["fail next submission"] += 1
+        self._had_failures = True
+        self.device.fail_next_submission(stream_name)
+
+    def _retry(self, work: Callable[[], object]) -> None:
+        """Do the engine's own work, which the device may refuse too."""
+        for _ in range(MAX_TRIES):
+            try:
+                work()
+            except SubmissionError:
+                continue
+            return
+        raise AssertionError("the device refuses everything")
+
+    # ------------------------------------------------------------------ operations
+
+    def create(self, tokens: Sequence[int], scope: ReuseScope, priority: int = 35) -> None:
+        if len(self.sequences) >= MAX_SEQUENCES:
+            return
+        self.operations["create"] += 1
+        sequence = self.engine.create(tokens, scope=scope, priority=Priority(priority))
+        self.sequences.append(sequence)
+        cache = sequence.cache
+        matched, per_block = cache.num_committed_tokens, self.setup.per_block
+        assert matched == cache.history_length == cache.capacity
+        assert matched % per_block == 0
+        assert sum(cache.cached_tokens_by_level) == matched
+        self.operations["create matched blocks"] += matched // per_block
+        # With windows, what a sequence had given up before it committed is not there to be reused.
+        best = max(
+            (n for n in range(len(tokens) + 1) if tuple(tokens[:n]) in self._committed[scope]),
+            default=0,
+        )
+        assert matched <= best, f"matched {matched} of {best} committed tokens"
+        if self.setup.kind == "full" and self.nothing_was_lost():
+            assert matched == best, f"matched only {matched} of {best} committed tokens"
+        self._missing[sequence] = set()
+        assert cache.missing_blocks() == [], "a match of blocks that are missing"
+        self.check()
+
+    def nothing_was_lost(self) -> bool:
+        totals = self.manager.stats().totals
+        return not (totals.get("dropped_pages", 0) or totals.get("lost_held_pages", 0))
+
+    def resume(self, index: int, stream_index: int) -> None:
+        sequence = self.sequences[index]
+        if sequence.is_active:
+            return
+        self.operations["resume"] += 1
+        stream = self.streams[stream_index]
+        must_fit = self._fits_after(sequence, sequence.cache.num_blocks, self._resume_limit())
+        is_resumed = sequence.resume(stream)
+        if not is_resumed and must_fit and not self._had_failures:
+            self.operations["resume again"] += 1
+            self.manager.finish_transfers()
+            is_resumed = sequence.resume(stream)
+            assert is_resumed, "there is room, nothing is in motion, and it does not fit"
+        self.operations["resume refused"] += not is_resumed
+        self.check()
+
+    def _resume_limit(self) -> int:
+        """A number of blocks that certainly fit the hot level at the utilization of a resume."""
+        per_block = self.setup.per_block
+        full_only = self.setup.kind == "full"
+        return self.manager.max_sequence_tokens // per_block if full_only else 0
+
+    def _fits_after(self, sequence: PatternSequence, num_blocks: int, limit: int) -> bool:
+        """Whether so many blocks of the sequence fit beside the active ones, sharing nothing."""
+        others = sum(s.cache.num_blocks for s in self.sequences if s.is_active and s != sequence)
+        return others + num_blocks <= limit
+
+    def suspend(self, index: int) -> None:
+        sequence = self.sequences[index]
+        if not sequence.is_active:
+            return
+        self.operations["suspend"] += 1
+        sequence.cache.suspend()
+        assert sequence.cache.capacity == sequence.cache.history_length
+        self._ready.discard(sequence)
+        self.check()
+
+    def resize(self, index: int, capacity: int, history: int | None = None) -> bool:
+        sequence = self.sequences[index]
+        cache = sequence.cache
+        if not sequence.is_active:
+            return False
+        low = cache.num_committed_tokens
+        history = None if history is None else max(low, min(history, cache.history_length))
+        capacity = max(capacity, cache.history_length if history is None else history)
+        self.operations["resize"] += 1
+        before = (cache.capacity, cache.history_length, cache.num_blocks)
+        is_done = cache.resize(capacity, history)
+        if not is_done and not self._had_failures and self._must_fit(sequence, capacity):
+            self.operations["resize again"] += 1
+            self.manager.finish_transfers()
+            is_done = cache.resize(capacity, history)
+            assert is_done, "there is room, nothing is in motion, and it does not fit"
+        if is_done:
+            kept = before[1] if history is None else history
+            assert (cache.capacity, cache.history_length) == (capacity, kept)
+            if kept < before[1]:
+                sequence.forget_from(kept)
+                self._accept_new_holes(sequence)
+        else:
+            self.operations["resize refused"] += 1
+            assert (cache.capacity, cache.history_length, cache.num_blocks) == before
+        self._ready.discard(sequence)
+        self.check()
+        return is_done
+
+    def _must_fit(self, sequence: PatternSequence, capacity: int) -> bool:
+        """Whether so much fits the hot level even if every page of the sequence must be copied."""
+        if self.setup.kind != "full":
+            return False
+        num_blocks = -(-capacity // self.setup.per_block) + sequence.cache.num_blocks
+        return self._fits_after(sequence, num_blocks, self.setup.hot_blocks)
+
+    def ready(self, index: int) -> bool:
+        """Wait for the sequence and recompute what is missing; whether it is active."""
+        sequence = self.sequences[index]
+        if not sequence.is_active:
+            return False
+        if sequence not in self._ready:
+            self.operations["synchronize"] += 1
+            if not self._becomes_ready(sequence):
+                return False
+            self._ready.add(sequence)
+        self._retry(sequence.recompute)
+        self.check()
+        return True
+
+    def _becomes_ready(self, sequence: PatternSequence) -> bool:
+        """Wait; False when a lost shared page needs a place and active sequences fill the hot
+        level.
+        """
+        for _ in range(MAX_WAITS):
+            if sequence.cache.is_ready():
+                return True
+            self.manager.wait_for_progress(1.0)
+        hot = self.manager.stats().levels[0]
+        is_full = hot.used_slots == hot.total_slots
+        assert is_full or self.setup.kind == "mixed-sizes", "never ready, though there is room"
+        assert sum(s.is_active for s in self.sequences) > 1, "never ready, alone"
+        self.operations["not ready"] += 1
+        return False
+
+    def ask_ready(self, index: int) -> None:
+        sequence = self.sequences[index]
+        if sequence.is_active and sequence.cache.is_ready():
+            self.operations["found ready"] += 1
+            self._ready.add(sequence)
+        self.check()
+
+    def step(self, index: int, tokens: Sequence[int], num_committed: int) -> None:
+        """What an engine does in one step: room, wait, recompute, write, commit some of it."""
+        sequence = self.sequences[index]
+        cache = sequence.cache
+        start = cache.history_length
+        if not sequence.is_active or start + len(tokens) > MAX_TOKENS:
+            return
+        if not self.resize(index, start + len(tokens)):
+            return
+        if not self.ready(index):
+            return
+        self.operations["step"] += 1
+        self._retry(lambda: sequence.write(tokens))
+        num_new = min(num_committed, start + len(tokens) - cache.num_committed_tokens)
+        self._commit(sequence, num_new)
+        if cache.history_length < start + len(tokens):
+            # Written beyond what is committed, as with tokens that may still be taken back.
+            if not cache.resize(cache.capacity, start + len(tokens)):
+                sequence.forget_from(cache.history_length)
+            self._ready.discard(sequence)
+        self.check()
+
+    def commit(self, index: int, num_tokens: int) -> None:
+        """Commit what was written before."""
+        sequence = self.sequences[index]
+        cache = sequence.cache
+        num_new = min(num_tokens, cache.history_length - cache.num_committed_tokens)
+        if sequence.is_active and num_new > 0:
+            self.operations["commit"] += 1
+            self._commit(sequence, num_new)
+            self.check()
+
+    def _commit(self, sequence: PatternSequence, num_new: int) -> None:
+        cache, per_block = sequence.cache, self.setup.per_block
+        stop = cache.num_committed_tokens + num_new
+        cache.commit(sequence.tokens[cache.num_committed_tokens : stop])
+        assert cache.num_committed_tokens == stop
+        # A missing block, and what was written for it, is not for others.
+        for block in range(stop // per_block):
+            self._committed[sequence.scope].add(tuple(sequence.tokens[: (block + 1) * per_block]))
+
+    def fork(self, index: int) -> None:
+        if len(self.sequences) >= MAX_SEQUENCES:
+            return
+        self.operations["fork"] += 1
+        sequence = self.sequences[index]
+        other = sequence.fork()
+        cache = other.cache
+        assert cache.history_length == cache.capacity == sequence.cache.history_length
+        assert cache.num_committed_tokens == sequence.cache.num_committed_tokens
+        self.sequences.append(other)
+        self._missing[other] = set(cache.missing_blocks())
+        self.check()
+
+    def truncate(self, index: int, num_tokens: int) -> None:
+        self.operations["truncate"] += 1
+        sequence = self.sequences[index]
+        cache = sequence.cache
+        num_tokens = min(num_tokens, cache.history_length)
+        committed = min(cache.num_committed_tokens, num_tokens)
+        sequence.truncate(num_tokens)
+        assert cache.history_length == cache.capacity == num_tokens
+        assert cache.num_committed_tokens == committed
+        self._accept_new_holes(sequence)
+        self._ready.discard(sequence)
+        self.check()
+
+    def _accept_new_holes(self, sequence: PatternSequence) -> None:
+        """Going back makes blocks visible that a sliding window had given up."""
+        if self.setup.has_windows:
+            self._missing[sequence] = set(sequence.cache.missing_blocks())
+
+    def prefetch(self, index: int, level: int) -> None:
+        sequence = self.sequences[index]
+        if not sequence.is_active:
+            self.operations["prefetch"] += 1
+            num_levels = len(self.manager.config.cache_tiers)
+            sequence.cache.prefetch(CacheLevel(min(level, num_levels - 1)))
+            self.check()
+
+    def close_sequence(self, index: int) -> None:
+        self.operations["close"] += 1
+        sequence = self.sequences.pop(index)
+        sequence.cache.close()
+        self._missing.pop(sequence)
+        self._ready.discard(sequence)
+        self.check()
+
+    def poll(self) -> None:
+        self.operations["poll"] += 1
+        self.manager.poll()
+        self.check()
+
+    def wait(self) -> None:
+        self.operations["wait"] += 1
+        self.manager.wait_for_progress(1.0)
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Everything that must hold after every operation."""
+        self.manager.check_integrity()
+        self._check_losses()
+        for sequence in self.sequences:
+            if sequence in self._ready:
+                # Another sequence may have recomputed a page that both share: then it waits again.
+                if not sequence.cache.is_ready():
+                    self._ready.discard(sequence)
+                    continue
+                self._retry(sequence.check)
+        self.assert_clean()
+
+    def assert_clean(self) -> None:
+        assert not self.device.violations, "\n".join(map(str, self.device.violations))
+        assert not self.engine.problems, "\n".join(self.engine.problems)
+
+    def _check_losses(self) -> None:
+        """Blocks go missing only if the manager has counted a loss."""
+        num_lost = self.manager.stats().totals.get("lost_held_pages", 0)
+        was_loss = num_lost > self._num_lost
+        self._num_lost = num_lost
+        for sequence, known in self._missing.items():
+            now = set(sequence.cache.missing_blocks())
+            if now - known:
+                assert was_loss, f"blocks {now - known} went missing and no loss was counted"
+            self._missing[sequence] = now
+        roomy = self.setup.disk_blocks >= ROOMY_BLOCKS and not self._had_failures
+        assert not (num_lost and roomy), "a page was lost although the disk had room"
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """Close every sequence, fill the hot level once more, and look for leaks."""
+        self.set_faults(submission=0.0, io=0.0, delay=0.0)
+        self.device._world.planned_failures.clear()
+        while self.sequences:
+            self.close_sequence(len(self.sequences) - 1)
+        self.manager.finish_transfers()
+        self.manager.poll()
+        self.manager.finish_transfers()
+        self.check()
+        stats = self.manager.stats()
+        num_in_tree = sum(
+            len(self.manager._tree.pages_of(lc.life_cycle_id))
+            for lc in self.manager.layout.life_cycles
+        )
+        assert stats.num_pages == num_in_tree, "a page that nobody holds has not been freed"
+        self._fill_hot_level()
+        self.final_stats = self.manager.stats()
+        self.manager.close()
+        for stream in self.streams:
+            if stream is not None:
+                stream.synchronize()
+        self.device.close()
+        self.assert_clean()
+        self._directory.cleanup()
+
+    def abandon(self) -> None:
+        """Free what a failed test leaves behind."""
+        self._directory.cleanup()
+
+    def _fill_hot_level(self) -> None:
+        """The whole hot level can be had by one sequence."""
+        sequence = self.engine.create()
+        tokens = self.manager.max_sequence_tokens
+        assert sequence.resume()
+        if not self.setup.has_windows:
+            assert sequence.step([0] * tokens, num_committed=0), "hot slots have leaked"
+            sequence.check()
+        sequence.cache.close()
+        self.manager.check_integrity()
+
+    def page_indices(self, index: int) -> list[list[int]]:
+        cache = self.sequences[index].cache
+        groups = range(len(self.manager.layout.layer_groups))
+        return [cache.page_indices(LayerGroupId(group)).tolist() for group in groups]

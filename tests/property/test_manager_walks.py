@@ -1,0 +1,85 @@
+"""Long seeded walks, faster than Hypothesis: every configuration, with and without faults.
+
+``COLDPAGE_FUZZ_OPS`` sets the operations of a walk; 'make fuzz' also runs the slow test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.property.driver import Driver
+from tests.property.setups import KINDS, ROOMY_BLOCKS, Setup
+from tests.property.walks import Walk
+
+NUM_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "500"))
+NUM_LONG_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "4000"))
+NUM_LONG_SEEDS = 20
+
+# host blocks, disk blocks
+LEVELS = {
+    "hot": (0, 0),
+    "host": (6, 0),
+    "disk": (0, 6),
+    "host and disk": (5, 6),
+    "much host": (20, 4),
+    "much disk": (5, ROOMY_BLOCKS),
+}
+
+
+def _walk(levels: str, kind: str, seed: int, num_operations: int, *, with_faults: bool) -> Driver:
+    num_host, num_disk = LEVELS[levels]
+    setup = Setup(
+        kind=kind,
+        per_block=2 + seed % 3,
+        hot_blocks=8,
+        host_blocks=num_host,
+        disk_blocks=num_disk,
+        is_ring_tiny=seed % 2 == 0,
+    )
+    driver = Driver(setup, seed)
+    try:
+        Walk(driver, seed, with_faults=with_faults).run(num_operations)
+        driver.finish()
+    finally:
+        driver.abandon()
+    return driver
+
+
+def _print_mix(levels: str, kind: str, drivers: list[Driver]) -> Counter[str]:
+    operations, moves, totals = Counter[str](), Counter[str](), Counter[str]()
+    for driver in drivers:
+        operations.update(driver.operations)
+        moves.update(driver.final_stats.moved_pages)
+        totals.update(driver.final_stats.totals)
+    print(f"\n{levels}, {kind}: {sum(operations.values())} operations: {dict(operations)}")
+    print(f"pages moved: {dict(moves)}; {dict(totals)}")
+    return moves
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_walk(levels: str, kind: str) -> None:
+    seed = 3 * list(LEVELS).index(levels) + list(KINDS).index(kind)
+    drivers = [
+        _walk(levels, kind, seed, NUM_OPERATIONS, with_faults=with_faults)
+        for with_faults in (False, True)
+    ]
+    moves = _print_mix(levels, kind, drivers)
+    expected = {"hot": set(), "host": {"hot-host", "host-hot"}, "disk": {"hot-disk", "disk-hot"}}
+    both = {"hot-host", "host-hot", "host-disk", "disk-hot"}
+    assert expected.get(levels, both) <= moves.keys(), "a path was never walked"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("levels", LEVELS)
+def test_many_long_walks(levels: str, kind: str) -> None:
+    drivers = [
+        _walk(levels, kind, 1000 + seed, NUM_LONG_OPERATIONS, with_faults=seed % 2 == 0)
+        for seed in range(NUM_LONG_SEEDS)
+    ]
+    _print_mix(levels, kind, drivers)

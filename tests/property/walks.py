@@ -1,0 +1,140 @@
+"""Seeded random walks: the same operations as the state machine, by plain random choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.property.driver import MAX_TOKENS, NUM_STREAMS, SCOPES, Driver
+
+# Few prompts, of few tokens, so that prefixes are shared.
+ALPHABET = 2
+# Operations between changes of what goes wrong.
+FAULT_PERIOD = 40
+
+
+def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
+    """One of a few streams of tokens, sometimes with another end."""
+    source = random.Random(rng.randrange(3))
+    tokens = [source.randrange(ALPHABET) for _ in range(num_tokens)]
+    if tokens and rng.random() < 0.2:
+        tokens[-1] ^= 1
+    return tokens
+
+
+class Walk:
+    """Random operations on a driver, with the weights of a busy server."""
+
+    def __init__(self, driver: Driver, seed: int, *, with_faults: bool) -> None:
+        self.driver = driver
+        self.rng = random.Random(seed)
+        self.with_faults = with_faults
+        self._choices: list[tuple[int, Callable[[], None]]] = [
+            (6, self._create),
+            (10, self._resume),
+            (8, self._suspend),
+            (20, self._step),
+            (3, self._ask_ready),
+            (3, self._resize),
+            (3, self._commit),
+            (3, self._fork),
+            (4, self._truncate),
+            (4, self._prefetch),
+            (3, self._close),
+            (5, driver.poll),
+            (4, driver.wait),
+            (2, self._ready),
+        ]
+
+    def run(self, num_operations: int) -> None:
+        works = [work for _, work in self._choices]
+        weights = [weight for weight, _ in self._choices]
+        for number in range(num_operations):
+            if self.with_faults and number % FAULT_PERIOD == 0:
+                self._change_faults()
+            self.rng.choices(works, weights)[0]()
+
+    def _change_faults(self) -> None:
+        rng = self.rng
+        self.driver.set_faults(
+            submission=rng.choice([0.0, 0.0, 0.1, 0.3]),
+            io=rng.choice([0.0, 0.0, 0.05, 0.3]),
+            delay=rng.choice([0.0, 0.5]),
+        )
+
+    def _index(self, *, active: bool | None = None) -> int | None:
+        """A sequence, most often one in the wanted state."""
+        sequences = self.driver.sequences
+        fitting = [i for i, s in enumerate(sequences) if active is None or s.is_active is active]
+        return self.rng.choice(fitting) if fitting else None
+
+    def _create(self) -> None:
+        tokens = prompt_of(self.rng, self.rng.randrange(MAX_TOKENS // 2))
+        scope = SCOPES[self.rng.random() < 0.25]
+        self.driver.create(tokens, scope, self.rng.choice([35, 35, 10]))
+
+    def _resume(self) -> None:
+        index = self._index(active=False)
+        if index is not None:
+            self.driver.resume(index, self.rng.randrange(NUM_STREAMS))
+
+    def _suspend(self) -> None:
+        index = self._index(active=True)
+        if index is not None:
+            self.driver.suspend(index)
+
+    def _step(self) -> None:
+        index = self._index(active=True)
+        if index is None:
+            return
+        history = self.driver.sequences[index].cache.history_length
+        num_new = self.rng.choice([1, 1, 2, 3, 5, 9])
+        # Go on with the same prompts, so that another sequence may have committed it already.
+        tokens = prompt_of(self.rng, history + num_new)[history:]
+        self.driver.step(index, tokens, self.rng.choice([0, num_new, num_new, num_new + 4]))
+
+    def _ready(self) -> None:
+        index = self._index(active=True)
+        if index is not None:
+            self.driver.ready(index)
+
+    def _ask_ready(self) -> None:
+        index = self._index(active=True)
+        if index is not None:
+            self.driver.ask_ready(index)
+
+    def _resize(self) -> None:
+        index = self._index(active=True)
+        if index is None:
+            return
+        history = self.driver.sequences[index].cache.history_length
+        capacity = min(MAX_TOKENS, history + self.rng.randrange(8))
+        back = history - self.rng.randrange(4) if self.rng.random() < 0.3 else None
+        self.driver.resize(index, capacity, back)
+
+    def _commit(self) -> None:
+        index = self._index(active=True)
+        if index is not None:
+            self.driver.commit(index, self.rng.randrange(1, 9))
+
+    def _fork(self) -> None:
+        index = self._index()
+        if index is not None:
+            self.driver.fork(index)
+
+    def _truncate(self) -> None:
+        index = self._index()
+        if index is not None:
+            history = self.driver.sequences[index].cache.history_length
+            back = self.rng.choice([0, 1, 2, 3, 7])
+            self.driver.truncate(index, max(0, history - back))
+
+    def _prefetch(self) -> None:
+        index = self._index(active=False)
+        if index is not None:
+            self.driver.prefetch(index, self.rng.randrange(3))
+
+    def _close(self) -> None:
+        index = self._index()
+        if index is not None:
+            self.driver.close_sequence(index)
