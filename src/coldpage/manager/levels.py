@@ -118,7 +118,7 @@ class LevelBuilder:
         if any(level.is_disk for level in self._levels):
             ring = StagingRing(self._device, page_ring_bytes(max(cold_bytes)), MemoryKind.PINNED)
             self._resources.callback(ring.close)
-        # Streams come last, after all that can fail: only the device can stop them again.
+        # Streams come last, after all that can fail: a stream ends with its device only.
         table, counters = PageTable(len(self._levels)), Counters()
         moves = CodecMoves(self._device, codec, self._levels, table, counters)
         disk_moves = (

@@ -63,7 +63,6 @@ class KVCacheManager:
         try:
             self._storage = builder.build(codec)
         except BaseException:
-            builder.close()
             if self._owns_device:
                 self.device.close()
             raise

@@ -50,8 +50,6 @@ class CodecMoves:
         counters: Counters,
     ) -> None:
         self.ready = ReadyEvents()
-        self.offload_stream = device.create_stream("offload")
-        self.onboard_stream = device.create_stream("onboard")
         self._codec = codec
         self._levels = levels
         self.hot_level = levels[HOT_LEVEL]
@@ -65,6 +63,9 @@ class CodecMoves:
             [codec.get_batching_layer_group_id(LifeCycleId(i)) for i in range(num_life_cycles)],
             np.int16,
         )
+        # After all that can fail: a stream ends with its device only.
+        self.offload_stream = device.create_stream("offload")
+        self.onboard_stream = device.create_stream("onboard")
 
     def batches(self, pages: Int32Array) -> Iterator[tuple[LifeCycleId, Int32Array]]:
         """The pages in batches that one codec call may take, with the life cycle that stands for
