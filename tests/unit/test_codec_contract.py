@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ from coldpage.codecs import ColdPageCodec, PoolGroupDesc, create_default_cold_pa
 from coldpage.config import (
     AttentionLayerConfig,
     BufferConfig,
+    CacheTierConfig,
     DeviceTierConfig,
+    DiskTierConfig,
     HostTierConfig,
     KVCacheManagerConfig,
 )
@@ -34,8 +39,14 @@ def _layer(layer_id: int, key: int, value: int, window: int | None) -> Attention
 _LAYERS = (_layer(7, 64, 64, None), _layer(8, 64, 64, 9000), _layer(9, 32, 96, 9001))
 
 
-def _config(hot_bytes: int = 1 << 20, host_bytes: int | None = 1 << 20) -> KVCacheManagerConfig:
-    cold = () if host_bytes is None else (HostTierConfig(host_bytes),)
+def _config(
+    hot_bytes: int = 1 << 20,
+    host_bytes: int | None = 1 << 20,
+    disk: DiskTierConfig | None = None,
+) -> KVCacheManagerConfig:
+    cold: list[CacheTierConfig] = [] if host_bytes is None else [HostTierConfig(host_bytes)]
+    if disk is not None:
+        cold.append(disk)
     return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), _LAYERS)
 
 
@@ -47,11 +58,15 @@ class _Codec(ColdPageCodec):
     def __init__(self, **answers: Any) -> None:
         self._inner = create_default_cold_page_codec()
         self._answers = answers
+        self.num_answers_left = 1000
         self.calls: list[str] = []
         self.described: list[PoolGroupDesc] = []
 
     def _answer(self, name: str, life_cycle_id: LifeCycleId, default: Any) -> Any:
         self.calls.append(name)
+        if not self.num_answers_left:
+            raise ZeroDivisionError("a bug in the codec")
+        self.num_answers_left -= 1
         answer = self._answers.get(name, {})
         return answer[life_cycle_id] if life_cycle_id in answer else default(life_cycle_id)
 
@@ -160,6 +175,25 @@ def test_what_a_codec_raises_reaches_the_caller(error: Exception) -> None:
     assert raised.value is error
     assert codec.is_consumed
     assert codec.calls == ["configure"]
+
+
+def test_whenever_a_codec_raises_nothing_is_left_behind(tmp_path: Path) -> None:
+    """Its device, which is the caller's, has neither threads nor memory of the manager."""
+    complete = _Codec()
+    config = _config(disk=DiskTierConfig(str(tmp_path), 1 << 20))
+    KVCacheManager(config, codec=complete).close()
+    num_answers = len(complete.calls) - 1
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for num_answers_left in range(num_answers):
+        codec = _Codec()
+        codec.num_answers_left = num_answers_left
+        device = HostDevice()
+        with pytest.raises(ZeroDivisionError):
+            KVCacheManager(config, codec=codec, device=device)
+        assert set(threading.enumerate()) == threads
+        assert len(os.listdir("/proc/self/fd")) == files
+        device.close()
+    KVCacheManager(config).close()
 
 
 # ---------------------------------------------------------------------- consumption

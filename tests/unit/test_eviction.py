@@ -67,6 +67,17 @@ def test_it_chooses_what_a_full_sort_chooses(
     assert ranks == sorted(p.rank for p in pages)[: max(count, 0)]
 
 
+@pytest.mark.parametrize("count", [1, 7, 500, 4999, 5000])
+def test_it_chooses_right_among_thousands(count: int) -> None:
+    rng = np.random.default_rng(count)
+    columns = zip(*(rng.integers(0, high, 5000).tolist() for high in (3, 40, 200, 2)), strict=True)
+    pages = [_Page(*row[:3], is_protected=bool(row[3])) for row in columns]
+    table, ids = _table(pages)
+    chosen = PriorityLru().choose(table, ids, count)
+    by_id = dict(zip(ids.tolist(), pages, strict=True))
+    assert [by_id[i].rank for i in chosen.tolist()] == sorted(p.rank for p in pages)[:count]
+
+
 @given(pages=_PAGES.filter(lambda p: len(p) > 1))
 def test_sinks_and_the_newest_block_are_last_of_what_was_used_together(pages: list[_Page]) -> None:
     together = [_Page(35, 7, p.ordinal, p.is_protected) for p in pages]
