@@ -59,12 +59,9 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def _machine() -> dict[str, str]:
+    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in open("/proc/cpuinfo")
-            if line.startswith("model name")
-        ),
+        (line.split(":")[1].strip() for line in cpu_lines if line.startswith("model name")),
         "unknown",
     )
     commit = subprocess.run(
