@@ -229,6 +229,7 @@ class KVCache:
             return False
         self._storage.table.is_missing[pages] = True
         self._table.pages[holes] = pages
+        self._is_ready = False
         return True
 
     def _leave_missing_tail(self, history_length: int) -> None:
