@@ -64,7 +64,7 @@ format: $(DEV_STAMP) ## rewrite the sources in the house format
 test-gpu: $(DEV_STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
-bench: $(DEV_STAMP) ## every benchmark, each beside its rival; rows go to benchmarks/out
+bench: $(DEV_STAMP) ## every benchmark, each beside its rival; rows go to benchmarks/results
 	$(PY) -m benchmarks $(ARGS)
 
 docs: $(DEV_STAMP) ## check the documents: links, decision records, and README's example, which is run
