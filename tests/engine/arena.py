@@ -42,7 +42,7 @@ class Arena:
         windows = list(dict.fromkeys(window for window, _ in layers))
         self._group_of = [LayerGroupId(windows.index(window)) for window, _ in layers]
         slot_bytes = [sum(2 * b for w, b in layers if w == window) for window in windows]
-        self._pools = [np.full((num_slots, n), fill, np.uint8) for n in slot_bytes]
+        self.pools = [np.full((num_slots, n), fill, np.uint8) for n in slot_bytes]
         self._offsets: list[tuple[int, int]] = []
         used = [0] * len(windows)
         for (_, num_bytes), group in zip(layers, self._group_of, strict=True):
@@ -53,7 +53,7 @@ class Arena:
     def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
         offset, num_bytes = self._offsets[layer_id]
         first = offset + (num_bytes if role == "value" else 0)
-        return self._pools[self._group_of[layer_id]][:, first : first + num_bytes]
+        return self.pools[self._group_of[layer_id]][:, first : first + num_bytes]
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
         return self._group_of[layer_id]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coldpage.engine import attention
+from coldpage.engine import step_plan
 from coldpage.engine.geometry import LayerGeometry
 from coldpage.engine.model import LoadedModel
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
@@ -85,7 +85,7 @@ def assert_close(ours: torch.Tensor | None, theirs: torch.Tensor) -> None:
 @pytest.fixture(params=[512, 12])
 def segment_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Decode segments longer than every test sequence, and so short that there are many."""
-    monkeypatch.setattr(attention, "SEGMENT_TOKENS", request.param)
+    monkeypatch.setattr(step_plan, "SEGMENT_TOKENS", request.param)
     value: int = request.param
     return value
 
@@ -105,7 +105,7 @@ def test_prefill_in_any_chunks_agrees_with_transformers(bench: Bench, chunk: int
 def test_window_tiles_of_any_size_agree_with_transformers(
     monkeypatch: pytest.MonkeyPatch, tile: int
 ) -> None:
-    monkeypatch.setattr(attention, "MIN_TILE_TOKENS", tile)
+    monkeypatch.setattr(step_plan, "MIN_TILE_TOKENS", tile)
     bench = Bench("gemma3")
     tokens = text(50)
     assert_close(bench.prefill(bench.table(50), tokens, 21), bench.own_logits(tokens))
@@ -199,12 +199,12 @@ def test_a_middle_block_is_recomputed_from_the_blocks_before_it(bench: Bench) ->
     tokens = text(41)
     table = bench.table(41)
     bench.prefill(table, tokens[:40], 16)
-    before = [pool.copy() for pool in bench.arena._pools]
-    for slots, pool in zip(table.slots, bench.arena._pools, strict=True):
+    before = [pool.copy() for pool in bench.arena.pools]
+    for slots, pool in zip(table.slots, bench.arena.pools, strict=True):
         pool[slots[4:6]] = 0xFF
     start, stop = 4 * TOKENS_PER_BLOCK, 6 * TOKENS_PER_BLOCK
     assert bench.runner.forward([StepItem(table, start, tokens[start:stop], NONE)]) == [None]
-    for slots, pool, old in zip(table.slots, bench.arena._pools, before, strict=True):
+    for slots, pool, old in zip(table.slots, bench.arena.pools, before, strict=True):
         np.testing.assert_allclose(
             pool[slots[:10]].view(np.float32), old[slots[:10]].view(np.float32), rtol=0, atol=1e-4
         )

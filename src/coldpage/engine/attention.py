@@ -18,36 +18,25 @@ or zeroed and masked (zeroed too, since 0 x NaN is NaN).
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from coldpage.types import Int32Array, Int64Array
+from coldpage.engine.step_plan import ChunkPlan, DecodePlan, GroupPlan, Tile
 
 __all__ = [
     "ATTENTION_NAME",
-    "GroupPlan",
-    "ItemSpan",
+    "CURRENT_CACHE",
     "PagedCache",
     "PagedLayer",
     "Scratch",
     "paged_attention",
-    "plan_group",
     "register_attention",
 ]
 
 ATTENTION_NAME: Final = "coldpage_paged"
-# Tokens of one decode segment. On 2 cores with 3 KV heads 512 halves the time of 1,500 tokens
-# against one segment; shorter ones pay more for the merge than they gain.
-SEGMENT_TOKENS: Final = 512
-# Fewest queries of one tile of a sliding-window prefill; below it the calls cost more than the
-# masked work saved.
-MIN_TILE_TOKENS: Final = 128
 
 
 def _flash(
@@ -73,230 +62,25 @@ def _flash(
     return out
 
 
-class ItemSpan(NamedTuple):
-    """The new tokens of one sequence in the packed row, and its block table for one layer group."""
-
-    row: int
-    start: int
-    num_tokens: int
-    slots: Int32Array  # [num_blocks], -1 where there is no page
-
-
-class Write(NamedTuple):
-    """Where the new tokens' K and V go: ``pages[slots, offsets] = rows``; ``rows`` None means all,
-    in order."""
-
-    slots: torch.Tensor
-    offsets: torch.Tensor
-    rows: torch.Tensor | None
-
-
-class Gather(NamedTuple):
-    """Blocks to copy out of the pool, and the range of the copied positions that is live."""
-
-    slots: torch.Tensor
-    first: int
-    stop: int
-
-
-class DecodePlan(NamedTuple):
-    """All items of one token. A *segment* is ``segment_tokens`` gathered positions of one item."""
-
-    rows: torch.Tensor | None  # [num_items] in the packed row; None: the row is exactly these items
-    slots: torch.Tensor  # [num_segments * blocks per segment]
-    segment_tokens: int
-    segment_item: torch.Tensor | None  # [num_segments]; None: one item or one segment each
-    dead: torch.Tensor  # gathered positions that are not live
-    bias: torch.Tensor | None  # [num_segments, 1, 1, segment_tokens], 0 or -inf
-    merge_index: torch.Tensor | None  # [num_items, most segments]; None: one segment each
-    merge_bias: (
-        torch.Tensor | None
-    )  # the same shape with [..., 1, 1]: -inf where an item has no such segment
-
-
-class Tile(NamedTuple):
-    """Queries [first, stop) of an item against keys [key_first, key_stop) of its history and new
-    tokens."""
-
-    first: int
-    stop: int
-    key_first: int
-    key_stop: int
-    bias: torch.Tensor  # [1, 1, stop - first, key_stop - key_first]
-
-
-class ChunkPlan(NamedTuple):
-    """An item of several tokens."""
-
-    row: int
-    num_tokens: int
-    history: Gather | None
-    tiles: tuple[Tile, ...]  # empty: the history needs no mask
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """One step's index tensors for the layers of one layer group."""
-
-    write: Write
-    decode: DecodePlan | None
-    chunks: tuple[ChunkPlan, ...]
-
-
 class Scratch:
     """Memory that gathers reuse from layer to layer and step to step. It grows to the largest
     gather seen."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._buffers = [torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)]
+        self._buffer = torch.empty(0, dtype=dtype)
 
-    def gather(self, which: int, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Copies ``pages[slots]``; [num_blocks * tokens_per_block, kv_heads, head_dim], valid until
+    def gather(self, layer: PagedLayer, slots: torch.Tensor) -> torch.Tensor:
+        """Copies the pages of ``slots``: K and V, [2, positions, kv_heads, head_dim], valid until
         the next call."""
-        _, tokens, heads, dim = pages.shape
-        wanted = slots.numel() * tokens * heads * dim
-        if self._buffers[which].numel() < wanted:
-            self._buffers[which] = torch.empty(wanted, dtype=pages.dtype)
-        out = self._buffers[which][:wanted].view(slots.numel(), tokens, heads, dim)
-        torch.index_select(pages, 0, slots, out=out)
-        return out.view(-1, heads, dim)
-
-
-def plan_group(
-    items: list[ItemSpan], tokens_per_block: int, window: int | None, dtype: torch.dtype
-) -> GroupPlan:
-    """Pure: the index tensors of a step for the layers with this window whose pages ``items``
-    name."""
-    decode = [item for item in items if item.num_tokens == 1]
-    return GroupPlan(
-        write=_plan_write(items, tokens_per_block, window),
-        decode=_plan_decode(decode, len(decode) < len(items), tokens_per_block, window, dtype)
-        if decode
-        else None,
-        chunks=tuple(
-            _plan_chunk(item, tokens_per_block, window, dtype)
-            for item in items
-            if item.num_tokens > 1
-        ),
-    )
-
-
-def _plan_write(items: list[ItemSpan], tokens_per_block: int, window: int | None) -> Write:
-    positions = [np.arange(i.start, i.start + i.num_tokens) for i in items]
-    slots = np.concatenate(
-        [i.slots[p // tokens_per_block] for i, p in zip(items, positions, strict=True)]
-    )
-    offsets = np.concatenate(positions) % tokens_per_block
-    rows = None
-    if (slots < 0).any():
-        # A block that every later token's window has left may have no page; any other absence is a
-        # bug.
-        assert window is not None, "a step writes to a block that has no hot page"
-        kept = np.flatnonzero(slots >= 0)
-        slots, offsets, rows = slots[kept], offsets[kept], _index(kept)
-    return Write(_index(slots), _index(offsets), rows)
-
-
-def _live_blocks(
-    slots: Int32Array, first: int, stop: int, tokens_per_block: int
-) -> tuple[Int32Array, Int64Array, int, int]:
-    """The pages that hold positions [first, stop): slots, block ordinals, and the dead positions at
-    both ends."""
-    ordinals = np.arange(first // tokens_per_block, -(-stop // tokens_per_block))
-    ordinals = ordinals[slots[ordinals] >= 0]
-    if not len(ordinals):
-        return slots[ordinals], ordinals, 0, 0
-    lead = max(0, first - int(ordinals[0]) * tokens_per_block)
-    tail = max(0, (int(ordinals[-1]) + 1) * tokens_per_block - stop)
-    return slots[ordinals], ordinals, lead, tail
-
-
-def _plan_decode(
-    items: list[ItemSpan],
-    mixed: bool,
-    tokens_per_block: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> DecodePlan:
-    live = []
-    for item in items:
-        first = 0 if window is None else max(0, item.start - window + 1)
-        live.append(_live_blocks(item.slots, first, item.start + 1, tokens_per_block))
-    num_blocks = [len(slots) for slots, _, _, _ in live]
-    rounds = -(-max(num_blocks) * tokens_per_block // SEGMENT_TOKENS)
-    segment_blocks = -(-max(num_blocks) // rounds)
-    num_segments = [-(-n // segment_blocks) for n in num_blocks]
-    padded, dead = [], []
-    for (slots, _, lead, tail), segments in zip(live, num_segments, strict=True):
-        pad = segments * segment_blocks - len(slots)
-        padded.append(np.concatenate([slots, np.repeat(slots[-1:], pad)]))
-        is_dead = np.zeros(segments * segment_blocks * tokens_per_block, dtype=np.bool_)
-        is_dead[:lead] = True
-        is_dead[len(slots) * tokens_per_block - tail :] = True
-        dead.append(is_dead)
-    all_dead = np.concatenate(dead)
-    merge = _plan_merge(num_segments) if max(num_segments) > 1 else (None, None)
-    return DecodePlan(
-        rows=_index([item.row for item in items]) if mixed else None,
-        slots=_index(np.concatenate(padded)),
-        segment_tokens=segment_blocks * tokens_per_block,
-        segment_item=_index(np.repeat(np.arange(len(items)), num_segments))
-        if len(items) > 1 and merge[0] is not None
-        else None,
-        dead=_index(np.flatnonzero(all_dead)),
-        bias=_bias(~all_dead, dtype).view(sum(num_segments), 1, 1, -1) if all_dead.any() else None,
-        merge_index=merge[0],
-        merge_bias=merge[1],
-    )
-
-
-def _plan_merge(num_segments: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = np.asarray(num_segments)[:, None]
-    columns = np.arange(counts.max())[None, :]
-    firsts = np.cumsum(counts) - counts[:, 0]
-    index = np.where(columns < counts, firsts[:, None] + columns, 0)
-    return _index(index), _bias(columns < counts, torch.float32)[:, :, None, None]
-
-
-def _plan_chunk(
-    item: ItemSpan, tokens_per_block: int, window: int | None, dtype: torch.dtype
-) -> ChunkPlan:
-    stop = item.start + item.num_tokens
-    cut = window is not None and stop > window
-    first = max(0, item.start - window + 1) if cut and window is not None else 0
-    slots, ordinals, lead, tail = _live_blocks(item.slots, first, item.start, tokens_per_block)
-    total = len(slots) * tokens_per_block
-    history = Gather(_index(slots), lead, total - tail) if lead + tail < total else None
-    if not cut or window is None:
-        return ChunkPlan(item.row, item.num_tokens, history, ())
-    positions = (ordinals[:, None] * tokens_per_block + np.arange(tokens_per_block)).ravel()
-    keys = np.concatenate([positions[lead : total - tail], np.arange(item.start, stop)])
-    tiles = _plan_tiles(keys, item.start, item.num_tokens, window, dtype)
-    return ChunkPlan(item.row, item.num_tokens, history, tiles)
-
-
-def _plan_tiles(
-    keys: Int64Array, start: int, num_tokens: int, window: int, dtype: torch.dtype
-) -> tuple[Tile, ...]:
-    tiles = []
-    step = max(window, MIN_TILE_TOKENS)
-    for first in range(0, num_tokens, step):
-        stop = min(first + step, num_tokens)
-        queries = np.arange(start + first, start + stop)[:, None]
-        key_first = int(np.searchsorted(keys, start + first - window + 1))
-        key_stop = int(np.searchsorted(keys, start + stop))
-        k = keys[None, key_first:key_stop]
-        bias = _bias((k <= queries) & (k > queries - window), dtype)[None, None]
-        tiles.append(Tile(first, stop, key_first, key_stop, bias))
-    return tuple(tiles)
-
-
-def _index(values: npt.ArrayLike) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-
-
-def _bias(live: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(live.shape, dtype=dtype).masked_fill_(torch.from_numpy(~live), float("-inf"))
+        shape = layer.key_pages.shape
+        num_blocks = slots.shape[0]
+        wanted = 2 * num_blocks * shape[1] * shape[2] * shape[3]
+        if self._buffer.shape[0] < wanted:
+            self._buffer = torch.empty(wanted, dtype=self._buffer.dtype)
+        pages = self._buffer[:wanted].view(2, num_blocks, shape[1], shape[2], shape[3])
+        torch.index_select(layer.key_pages, 0, slots, out=pages[0])
+        torch.index_select(layer.value_pages, 0, slots, out=pages[1])
+        return pages.view(2, num_blocks * shape[1], shape[2], shape[3])
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -414,24 +198,28 @@ def _attend_decode(
     """[num_items, heads, head_dim] -> the same. The query heads of a KV head are the rows of its
     flash call."""
     num_items, num_heads, head_dim = query.shape
-    keys = layer.scratch.gather(0, layer.key_pages, plan.slots)
-    values = layer.scratch.gather(1, layer.value_pages, plan.slots)
-    keys.index_fill_(0, plan.dead, 0.0)
-    values.index_fill_(0, plan.dead, 0.0)
-    kv_heads = keys.shape[1]
-    keys = keys.view(-1, plan.segment_tokens, kv_heads, head_dim).transpose(1, 2)
-    values = values.view(-1, plan.segment_tokens, kv_heads, head_dim).transpose(1, 2)
+    gathered = layer.scratch.gather(layer, plan.slots)
+    kv_heads = gathered.shape[2]
     grouped = query.reshape(num_items, kv_heads, num_heads // kv_heads, head_dim)
-    if plan.segment_item is not None:
-        grouped = grouped[plan.segment_item]
-    elif plan.merge_index is not None:
-        grouped = grouped.expand(keys.shape[0], -1, -1, -1)
+    if plan.live is not None:
+        first, stop = plan.live
+        keys, values = gathered[:, None, first:stop].transpose(2, 3)
+        return _flash(grouped, keys, values, scale=scaling)[0].view(1, num_heads, head_dim)
+    gathered.index_fill_(1, plan.dead, 0.0)
+    keys, values = gathered.view(
+        2, plan.num_segments, plan.segment_tokens, kv_heads, head_dim
+    ).transpose(2, 3)
+    if plan.merge is not None:
+        grouped = grouped[plan.merge.item_of]
+    elif num_items == 1:
+        grouped = grouped.expand(plan.num_segments, -1, -1, -1)
     out, lse = _flash(grouped, keys, values, bias=plan.bias, scale=scaling)
-    if plan.merge_index is None or plan.merge_bias is None:
-        return out.reshape(num_items, num_heads, head_dim)
-    weights = torch.softmax(lse[plan.merge_index] + plan.merge_bias, dim=1)
-    merged = (out[plan.merge_index] * weights[..., None]).sum(dim=1)
-    return merged.to(query.dtype).reshape(num_items, num_heads, head_dim)
+    if plan.merge is not None:
+        weights = torch.softmax(lse[plan.merge.segments_of] + plan.merge.bias, dim=1)
+        out = (out[plan.merge.segments_of] * weights[..., None]).sum(dim=1).to(query.dtype)
+    elif num_items == 1:
+        out = (out * torch.softmax(lse, dim=0)[..., None]).sum(dim=0).to(query.dtype)
+    return out.reshape(num_items, num_heads, head_dim)
 
 
 def _attend_chunk(
@@ -448,10 +236,8 @@ def _attend_chunk(
     old_key, old_value = key[:, :, :0], value[:, :, :0]
     if plan.history is not None:
         slots, first, stop = plan.history
-        old_key = layer.scratch.gather(0, layer.key_pages, slots)[first:stop].transpose(0, 1)[None]
-        old_value = layer.scratch.gather(1, layer.value_pages, slots)[first:stop].transpose(0, 1)[
-            None
-        ]
+        gathered = layer.scratch.gather(layer, slots)
+        old_key, old_value = gathered[:, None, first:stop].transpose(2, 3)
     if plan.tiles:
         return _attend_tiles(
             plan.tiles,

