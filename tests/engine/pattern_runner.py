@@ -15,6 +15,7 @@ import torch
 
 from coldpage.engine.runner import LogitsWanted, StepItem
 from coldpage.manager import KVCacheManager
+from coldpage.sequence import KVCacheStatus
 from coldpage.types import BufferRole, LayerId
 
 VOCAB = 97
@@ -54,6 +55,7 @@ class PatternRunner:
 
     def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
         assert len({id(item.kv_cache) for item in items}) == len(items)
+        assert all(item.kv_cache.status is KVCacheStatus.ACTIVE for item in items)
         written = [page for item in items for page in self._written_slots(item)]
         assert len(set(written)) == len(written), "two items write to one page"
         if self.fail_next is not None:

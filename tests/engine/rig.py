@@ -26,7 +26,7 @@ from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import ScheduledItem, ServedModel, StepResult, StepState
 from coldpage.pools import disk_slot_bytes
-from coldpage.types import LayerId
+from coldpage.types import Int32Array, LayerId
 from tests.engine.faulty_manager import FaultyManager
 from tests.engine.pattern_runner import (
     ENTRY_BYTES,
@@ -45,7 +45,7 @@ MAX_STEPS = 2_000
 class SpelledText:
     """Text in which token 5 reads ``[5]``; the end of each piece is held back."""
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], prompt: Int32Array) -> None:
         self._stop = stop
         self._held = ""
 

@@ -216,11 +216,11 @@ def test_a_preempted_request_comes_back_before_those_that_never_ran(new_rig: Any
 
 
 def test_a_prompt_that_needs_room_takes_the_item_of_its_victim_back(new_rig: Any) -> None:
-    rig = new_rig(20, limits=EngineLimits(prefill_tokens=4, prefill_tokens_beside_decode=4))
-    rig.answer("warm", prompt(8, seed=1), 1)
+    rig = new_rig(40, limits=EngineLimits(prefill_tokens=4, prefill_tokens_beside_decode=4))
+    rig.answer("warm", prompt(4, seed=1), 1)
     rig.manager.finish_transfers()
-    rig.submit("a", prompt(60), 2)
-    rig.submit("b", prompt(8, seed=1), 30)  # matched whole: it decodes at once
+    rig.submit("a", prompt(140), 2)
+    rig.submit("b", prompt(4, seed=1), 50)  # matched whole: it decodes at once
     num_steps = 0
     while not rig.scheduler.counters["preemptions"]:
         num_steps = len(rig.recorder.steps)

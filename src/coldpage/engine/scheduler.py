@@ -122,7 +122,7 @@ class Scheduler:
         wanted = request.sampling.max_tokens
         live = LiveRequest(
             request,
-            text=self._model.new_text(request.sampling.stop),
+            text=self._model.new_text(request.sampling.stop, request.prompt),
             generator=new_generator(request.sampling, self._model.device),
             max_new_tokens=room if wanted is None else min(room, wanted),
         )

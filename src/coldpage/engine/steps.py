@@ -13,7 +13,7 @@ from coldpage.engine.messages import Delta, Failed, Finished
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.requests import LiveRequest, TextStream
 from coldpage.engine.runner import StepItem
-from coldpage.types import BlockOrdinal, HalfOpenRange
+from coldpage.types import BlockOrdinal, HalfOpenRange, Int32Array
 
 if TYPE_CHECKING:
     from coldpage.sequence import KVCache
@@ -48,7 +48,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     has_sliding_window: bool
     tier_names: tuple[str, ...]
-    new_text: Callable[[tuple[str, ...]], TextStream]  # from stop strings
+    new_text: Callable[[tuple[str, ...], Int32Array], TextStream]  # from stop strings, prompt
     device: torch.device
 
 

@@ -1,0 +1,168 @@
+"""The engine process: ``python -m coldpage.engine.process --socket PATH --settings JSON``.
+
+The main thread loads the model, owns the manager and runs the loop. Exit status: 0 after a clean
+stop (``Shutdown``, SIGTERM, or the HTTP process has gone), 1 after a failure while serving, 2 when
+the engine could not start, which a ``StartFailed`` explains in one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+import msgspec
+
+from coldpage.config import CacheTierConfig, DeviceTierConfig, DiskTierConfig, HostTierConfig
+from coldpage.engine.admission import EngineLimits
+from coldpage.engine.assembly import build_manager, choose_dtype
+from coldpage.engine.intake import Intake
+from coldpage.engine.loop import EngineLoop
+from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
+from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.runner import ModelRunner
+from coldpage.engine.scheduler import Scheduler
+from coldpage.engine.steps import ServedModel
+from coldpage.engine.telemetry import tier_stats
+from coldpage.engine.text import IncrementalText
+from coldpage.engine.transport import EngineChannel
+from coldpage.errors import ColdpageError, ConfigurationError
+from coldpage.manager import KVCacheManager
+
+__all__ = ["cache_tiers", "main", "served_model"]
+
+EXIT_FAILED: Final = 1
+EXIT_NOT_STARTED: Final = 2
+
+_LOG = logging.getLogger(__name__)
+
+
+def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
+    """The tiers that the settings ask for. Raises ConfigurationError."""
+    tiers: list[CacheTierConfig] = [DeviceTierConfig(settings.hot_bytes)]
+    if settings.host_bytes:
+        tiers.append(HostTierConfig(settings.host_bytes))
+    if settings.disk_bytes:
+        if settings.disk_path is None:
+            raise ConfigurationError("the disk tier has a size and no path: give it a directory")
+        tiers.append(DiskTierConfig(settings.disk_path, settings.disk_bytes))
+    return tuple(tiers)
+
+
+def served_model(model: LoadedModel, manager: KVCacheManager) -> ServedModel:
+    """What a scheduler needs to know of ``model`` to answer with text."""
+    return ServedModel(
+        context_tokens=model.context_tokens,
+        vocab_size=model.model.config.get_text_config().vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
+        tier_names=tuple(level.name for level in manager.stats().levels),
+        new_text=lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
+        device=model.model.device,
+    )
+
+
+class _Termination:
+    """What SIGTERM does: unwinds the start, or stops the loop between two steps."""
+
+    def __init__(self) -> None:
+        self.loop: EngineLoop | None = None
+
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        if self.loop is None:
+            raise SystemExit(0)
+        self.loop.request_stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an engine process to its end; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m coldpage.engine.process")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--settings", required=True)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    termination = _Termination()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, termination)
+    with EngineChannel.connect(options.socket) as channel:
+        try:
+            settings = msgspec.json.decode(options.settings, type=EngineSettings)
+            return _start_and_serve(settings, channel, termination)
+        except _NotStarted as failure:
+            channel.send(StartFailed(str(failure)))
+            return EXIT_NOT_STARTED
+
+
+class _NotStarted(Exception):
+    """The engine can not start; the text is for people."""
+
+
+def _start_and_serve(
+    settings: EngineSettings, channel: EngineChannel, termination: _Termination
+) -> int:
+    def progress(sentence: str) -> None:
+        if channel.peer_gone:  # nobody waits for this engine any more
+            raise SystemExit(0)
+        channel.send(Loading(sentence))
+
+    try:
+        model = load_model(settings.model, choose_dtype(settings.dtype), progress)
+        progress("making room for the cache")
+        manager = build_manager(model, cache_tiers(settings), settings.tokens_per_block)
+    except Exception as error:
+        if not isinstance(error, ColdpageError):
+            _LOG.exception("the engine can not start")
+        raise _NotStarted(_sentence(error)) from error
+    with manager:
+        try:
+            runner = ModelRunner(model, manager)
+            limits = EngineLimits(max_batch=settings.max_batch)
+            scheduler = Scheduler(runner, manager, served_model(model, manager), limits)
+        except ColdpageError as error:
+            raise _NotStarted(_sentence(error)) from error
+        return _serve(channel, model, manager, scheduler, termination)
+
+
+def _serve(
+    channel: EngineChannel,
+    model: LoadedModel,
+    manager: KVCacheManager,
+    scheduler: Scheduler,
+    termination: _Termination,
+) -> int:
+    loop = EngineLoop(scheduler, manager, channel.send)
+    termination.loop = loop
+    channel.send(
+        EngineReady(
+            model_name=model.name,
+            context_tokens=model.context_tokens,
+            tokens_per_block=manager.tokens_per_block,
+            dtype=str(model.dtype).removeprefix("torch."),
+            tiers=tier_stats(manager),
+        )
+    )
+    intake = Intake(channel, model, loop.commands)
+    try:
+        loop.run()
+    except Exception:
+        _LOG.exception("the engine stops")
+        return EXIT_FAILED
+    finally:
+        intake.close()
+    scheduler.close()
+    return 0
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ColdpageError):
+        return text
+    return f"The engine can not start ({type(error).__name__}): {text or 'no details'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

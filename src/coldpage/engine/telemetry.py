@@ -1,0 +1,44 @@
+"""The engine's numbers as messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coldpage.engine.messages import Stats, TierStats
+from coldpage.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from coldpage.manager import KVCacheManager
+
+__all__ = ["engine_stats", "tier_stats"]
+
+
+def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
+    """The levels now. A block takes a page in every life cycle, so blocks are counted in those."""
+    pages_of_block = len(manager.layout.life_cycles)
+    return tuple(
+        TierStats(
+            name=level.name,
+            total_bytes=level.total_bytes,
+            used_bytes=level.used_bytes,
+            total_blocks=level.total_slots // pages_of_block,
+            used_blocks=-(-level.used_slots // pages_of_block),
+            capacity_tokens=level.capacity_tokens,
+        )
+        for level in manager.stats().levels
+    )
+
+
+def engine_stats(manager: KVCacheManager, scheduler: Scheduler) -> Stats:
+    """Everything that is reported about once a second."""
+    stats = manager.stats()
+    return Stats(
+        tiers=tier_stats(manager),
+        moves=dict(stats.moved_pages),
+        moved_bytes=dict(stats.moved_bytes),
+        hits_tokens=dict(scheduler.hits_tokens),
+        counters={**stats.totals, **scheduler.counters},
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        sessions=scheduler.num_sessions,
+    )

@@ -1,0 +1,283 @@
+"""The engine process with a tiny real model, spoken to as the HTTP process does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from coldpage.engine.messages import (
+    Cancel,
+    ChatMessage,
+    Delta,
+    EngineSettings,
+    Failed,
+    Finished,
+    SamplingParams,
+    Shutdown,
+    StartFailed,
+    Stats,
+)
+from coldpage.engine.process import main
+from tests.engine.engine_peer import Peer, RunningEngine, generate, listening
+from tests.engine.tiny_tokenizers import byte_level
+
+BLOCK = 4
+# 2 layers, K and V, 2 heads of 8 dimensions, 4 bytes each.
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4
+CONTEXT = 256
+
+
+@dataclass
+class TinyModel:
+    directory: str
+    model: PreTrainedModel
+
+    def greedy(self, token_ids: list[int], num_new: int) -> str:
+        """What transformers alone answers."""
+        tokenizer = byte_level()
+        ids = torch.tensor([token_ids])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return tokenizer.decode(out[0, len(token_ids) :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    directory = tmp_path_factory.mktemp("tiny")
+    tokenizer = byte_level()
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=48,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=CONTEXT,
+            initializer_range=0.4,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    ).eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return TinyModel(str(directory), model)
+
+
+def settings_for(tiny: TinyModel, disk: Path, **changes: object) -> EngineSettings:
+    settings = EngineSettings(
+        hot_bytes=40 * BLOCK_BYTES,
+        host_bytes=30 * BLOCK_BYTES,
+        disk_path=str(disk),
+        disk_bytes=4 * 1024 * 1024,
+        model=tiny.directory,
+        dtype="float32",
+        tokens_per_block=BLOCK,
+    )
+    return msgspec.structs.replace(settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    disk = tmp_path_factory.mktemp("disk")
+    with RunningEngine(settings_for(tiny, disk), tmp_path_factory.mktemp("socket")) as running:
+        yield running
+
+
+def token_ids(num: int, seed: int) -> list[int]:
+    """Anything, but the last one ends a character."""
+    (dot,) = byte_level()(".", add_special_tokens=False)["input_ids"]
+    return [*(2 + (11 * n + 17 * seed + n * n * seed) % 250 for n in range(num - 1)), dot]
+
+
+def test_it_says_what_it_serves(engine: RunningEngine, tiny: TinyModel) -> None:
+    ready = engine.ready
+    assert ready.model_name == Path(tiny.directory).name
+    assert (ready.context_tokens, ready.tokens_per_block, ready.dtype) == (
+        CONTEXT,
+        BLOCK,
+        "float32",
+    )
+    assert [tier.name for tier in ready.tiers] == ["hot", "host", "disk"]
+    hot = ready.tiers[0]
+    assert (hot.total_blocks, hot.capacity_tokens) == (40, 160)
+    assert hot.total_bytes == 40 * BLOCK_BYTES
+
+
+def test_a_chat_turn_is_what_transformers_says(engine: RunningEngine, tiny: TinyModel) -> None:
+    messages = [ChatMessage("user", "The quick brown fox?"), ChatMessage("assistant", "STOP!")]
+    text, end = engine.peer.answers(
+        generate("chat", messages=[msgspec.to_builtins(m) for m in messages])
+    )["chat"]
+    rendered = "<s>user: The quick brown fox?</s><s>assistant: STOP!</s><s>"
+    ids = byte_level()(rendered, add_special_tokens=False)["input_ids"]
+    assert isinstance(end, Finished)
+    assert end.usage.prompt_tokens == len(ids)
+    assert end.usage.completion_tokens == 16
+    assert text == tiny.greedy(ids, 16)
+
+
+def test_many_conversations_on_a_small_hot_level(engine: RunningEngine, tiny: TinyModel) -> None:
+    prompts = {f"c{n}": token_ids(60 + 7 * n, n) for n in range(6)}
+    for turn in range(3):
+        requests = [
+            generate(f"{name}.{turn}", token_ids=ids, session=name if ids[0] % 2 else None)
+            for name, ids in prompts.items()
+        ]
+        for request_id, (text, end) in engine.peer.answers(*requests).items():
+            name = request_id.split(".")[0]
+            assert isinstance(end, Finished), end
+            assert text == tiny.greedy(prompts[name], 16)
+            assert end.finish_reason == "length"
+            cached = sum(end.usage.cached_tokens_by_tier.values())
+            known = len(prompts[name]) - 5
+            assert cached >= (known - known % BLOCK if turn else 0)
+        prompts = {name: [*ids, *token_ids(5, turn)] for name, ids in prompts.items()}
+    stats = engine.peer.wait_for(Stats)[-1]
+    while stats.counters.get("finished", 0) < 18:
+        (stats,) = engine.peer.wait_for(Stats)
+    assert stats.running == stats.waiting == 0
+    assert stats.sessions == len([ids for ids in prompts.values() if ids[0] % 2])
+    assert stats.moves["hot-host"] > 0
+    assert stats.hits_tokens["host"] + stats.hits_tokens["disk"] > 0
+
+
+def test_cancelled_requests_say_no_more(engine: RunningEngine) -> None:
+    engine.peer.send(generate("gone", token_ids=token_ids(20, 50), num_new=200))
+    engine.peer.wait_for(Delta)
+    engine.peer.send(Cancel("gone"))
+    _, end = engine.peer.answers(generate("next", token_ids=token_ids(20, 51)))["next"]
+    assert isinstance(end, Finished)
+    engine.peer.replies.clear()
+    engine.peer.answers(generate("later", token_ids=token_ids(20, 51)))
+    assert not [r for r in engine.peer.replies if isinstance(r, Delta | Finished | Failed)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({}, "invalid_prompt", "exactly one"),
+        ({"text": "a", "token_ids": [3]}, "invalid_prompt", "exactly one"),
+        ({"messages": [{"role": "bad", "content": ""}]}, "invalid_prompt", "no such role"),
+        ({"token_ids": [2**40]}, "invalid_prompt", "32 bits"),
+        ({"token_ids": []}, "empty_prompt", "empty"),
+        ({"token_ids": [9999]}, "invalid_token", "9999"),
+        ({"token_ids": [3] * CONTEXT}, "context_length_exceeded", str(CONTEXT - 1)),
+        ({"token_ids": [3] * 200}, "hot_level_too_small", "152 tokens"),
+    ],
+)
+def test_bad_prompts_get_one_sentence(
+    engine: RunningEngine, fields: dict[str, object], code: str, words: str
+) -> None:
+    _, end = engine.peer.answers(generate("bad", **fields))["bad"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code) == (400, code)
+    assert words in end.sentence
+    _, good = engine.peer.answers(generate("good", text="The lazy dog."))["good"]
+    assert isinstance(good, Finished)
+
+
+def test_stop_strings_and_sampling_arrive(engine: RunningEngine, tiny: TinyModel) -> None:
+    ids = token_ids(30, 60)
+    expected = tiny.greedy(ids, 16)
+    stop = expected[5:7]
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, stop=(stop,))
+    request = msgspec.structs.replace(generate("stop", token_ids=ids), sampling=sampling)
+    text, end = engine.peer.answers(request)["stop"]
+    assert isinstance(end, Finished)
+    assert (end.finish_reason, text) == ("stop", expected[: expected.index(stop)])
+
+    seeded = SamplingParams(max_tokens=16, temperature=2.0, seed=4, ignore_eos=True)
+    requests = [
+        msgspec.structs.replace(generate(name, token_ids=ids), sampling=seeded) for name in "ab"
+    ]
+    texts = [text for text, _ in engine.peer.answers(*requests).values()]
+    assert texts[0] == texts[1] != expected
+
+
+@pytest.mark.parametrize("how", ["shutdown", "sigterm", "hang up"])
+def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with RunningEngine(settings_for(tiny, disk), tmp_path) as running:
+        running.peer.send(generate("open", token_ids=token_ids(20, 1), num_new=10_000))
+        running.peer.wait_for(Delta)
+        if how == "shutdown":
+            running.peer.send(Shutdown())
+        elif how == "sigterm":
+            running.process.send_signal(signal.SIGTERM)
+        else:
+            running.peer.connection.close()
+        assert running.exit_status() == 0
+        if how != "hang up":
+            (end,) = [r for r in running.peer.replies if isinstance(r, Finished | Failed)]
+            assert isinstance(end, Failed)
+            assert (end.status, end.code) == (503, "shutting_down")
+            assert any(isinstance(reply, Stats) for reply in running.peer.replies)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "/nowhere/at-all"}, "there is no model at '/nowhere/at-all'"),
+        ({"dtype": "float8"}, "'float8' is not supported"),
+        ({"hot_bytes": 100}, "can not hold one block"),
+        ({"disk_path": None}, "no path"),
+        ({"disk_path": "{file}"}, "{file}"),
+        ({"host_bytes": 100}, "can not hold one page"),
+        ({"max_batch": 0}, "max_batch"),
+    ],
+)
+def test_a_start_that_fails_gets_one_sentence_and_status_2(
+    changes: dict[str, object], words: str, tiny: TinyModel, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    if changes.get("disk_path"):
+        changes = {**changes, "disk_path": str(file)}
+    settings = settings_for(tiny, tmp_path, **changes)
+    replies = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def read_everything() -> None:
+        with listener.accept()[0] as connection:
+            peer = Peer(connection)
+            while peer.receive():
+                pass
+            replies.extend(peer.replies)
+
+    with listening(tmp_path) as listener:
+        reader = threading.Thread(target=read_everything)
+        reader.start()
+        try:
+            status = main(
+                [
+                    *("--socket", listener.getsockname()),
+                    *("--settings", msgspec.json.encode(settings).decode()),
+                ]
+            )
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        reader.join()
+    assert status == 2
+    (failure,) = [reply for reply in replies if isinstance(reply, StartFailed)]
+    assert words.format(file=file) in failure.sentence
+    assert "\n" not in failure.sentence
