@@ -97,7 +97,7 @@ def serve_tokens(model: LoadedModel, manager: KVCacheManager) -> ServedModel:
         eos_token_ids=model.eos_token_ids,
         has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
         tier_names=tuple(level.name for level in manager.stats().levels),
-        new_text=lambda stop: _NoText(),
+        new_text=lambda stop, prompt: _NoText(),
         device=model.model.device,
     )
 
