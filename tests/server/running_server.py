@@ -28,13 +28,15 @@ import json, sys
 from rich.console import Console
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.serve_command import ServeFlags, run_serve
+from coldpage.server import ENGINE_COMMAND
 import click
 
 @click.command()
 def command():
     flags, engine = json.loads(sys.stdin.read())
     with failures_as_sentences():
-        run_serve(ServeFlags(**flags), Console(), (sys.executable, engine))
+        command = (sys.executable, engine) if engine else ENGINE_COMMAND
+        run_serve(ServeFlags(**flags), Console(), command)
 
 command([])
 """
@@ -47,9 +49,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Waits for a condition. Raises ``AssertionError`` when it does not come."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come in time"
         time.sleep(0.02)
@@ -58,7 +60,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class RunningServer:
     """``coldpage serve`` in a process of its own. Leaving the block kills what still runs."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, *, is_scripted: bool = True, **flags: Any) -> None:
         self.port = flags.setdefault("port", free_port())
         flags.setdefault("disk", "none")
         flags.setdefault("hot", "64MiB")
@@ -78,7 +80,7 @@ class RunningServer:
             env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100"},
         )
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([flags, str(ENGINE)]))
+        self.process.stdin.write(json.dumps([flags, str(ENGINE) if is_scripted else ""]))
         self.process.stdin.close()
 
     def __enter__(self) -> RunningServer:
@@ -113,9 +115,11 @@ class RunningServer:
             return httpx.get(f"{self.url}/health")
         return None
 
-    def wait_ready(self) -> RunningServer:
+    def wait_ready(self, deadline_s: float = DEADLINE_S) -> RunningServer:
         """Waits until requests are served."""
-        wait_until(lambda: (health := self.health()) is not None and health.status_code == 200)
+        wait_until(
+            lambda: (health := self.health()) is not None and health.status_code == 200, deadline_s
+        )
         return self
 
     def wait_exit(self) -> int:

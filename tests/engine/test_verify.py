@@ -1,0 +1,167 @@
+"""``coldpage verify`` and ``coldpage demo`` on a tiny model: what they prove, and that they can
+fail.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coldpage.engine import replay, runner
+from coldpage.engine.demo import run_demo
+from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
+from coldpage.engine.verify import run_verify
+from coldpage.migration import DiskMoves
+from coldpage.storage import Storage
+from coldpage.types import Int32Array
+from tests.engine.tiny_tokenizers import byte_level
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with random weights whose next token depends on its whole text."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=1,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    byte_level().save_pretrained(path)
+    return str(path)
+
+
+def verify(model_path: str, **changes: Any) -> tuple[int, str]:
+    """The exit status and what was printed."""
+    options: dict[str, Any] = {"conversation_tokens": 256, "num_rounds": 3, **changes}
+    output = io.StringIO()
+    status = run_verify(VerifyOptions(model=model_path, **options), Console(file=output, width=120))
+    return status, output.getvalue()
+
+
+def moves(output: str) -> dict[str, int]:
+    """Pages by path, from the printed table."""
+    rows = (line.split("│") for line in output.splitlines() if "│" in line)
+    return {row[0].strip(): int(row[1].replace(",", "")) for row in rows}
+
+
+def test_a_run_under_pressure_equals_its_replay_and_generate(model_path: str) -> None:
+    status, output = verify(model_path)
+    assert "0 differences" in output
+    assert status == 0
+    paths = {"hot-host", "host-hot", "host-disk", "disk-hot", "hot-disk", "disk-host"}
+    assert paths == {path for path, count in moves(output).items() if count > 0}
+
+
+def test_a_flipped_bit_is_one_miss_and_one_recomputed_block(model_path: str) -> None:
+    status, output = verify(model_path, injection=Injection.FLIP)
+    assert "checksum: 1;" in output
+    assert "blocks recomputed: 1" in output
+    assert "0 differences" in output
+    assert status == 0
+
+
+def test_a_full_coldest_level_drops_and_recomputes(model_path: str) -> None:
+    status, output = verify(model_path, injection=Injection.FULL)
+    assert "blocks recomputed: 0" not in output
+    assert "0 differences" in output
+    assert status == 0
+
+
+def test_a_page_restored_with_other_bytes_is_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk's bytes change after their checksum was verified: nothing below would notice."""
+    finish = DiskMoves._finish_staged_read
+
+    def damage(self: DiskMoves, transfer: Any, lease: Any, ok: Any, settled: Any) -> bool:
+        array = self._ring._memory.array
+        start = lease.address - self._ring.base_address
+        array[start] ^= 1
+        return finish(self, transfer, lease, ok, settled)
+
+    monkeypatch.setattr(DiskMoves, "_finish_staged_read", damage)
+    status, output = verify(model_path)
+    assert status == 1
+    assert "came back with other bytes" in output
+    assert "\n0 differences" not in output
+
+
+def test_a_lost_block_that_is_not_recomputed_is_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = runner.ModelRunner.forward
+
+    def skip(self: runner.ModelRunner, items: Any) -> Any:
+        outputs = forward(self, items)
+        for item in items:
+            if item.logits is runner.LogitsWanted.NONE and item.start < 200:
+                for layer in self._cache.paged_layers:
+                    slots = item.kv_cache.page_indices(0)[item.start // 16 :]
+                    layer.key_pages[slots[slots >= 0][:1].tolist()] += 0.5
+        return outputs
+
+    def run_step(self: replay.Replay, items: Any) -> None:
+        with monkeypatch.context() as unharmed:
+            unharmed.setattr(runner.ModelRunner, "forward", forward)
+            original(self, items)
+
+    original = replay.Replay._run_step
+    monkeypatch.setattr(replay.Replay, "_run_step", run_step)
+    monkeypatch.setattr(runner.ModelRunner, "forward", skip)
+    status, output = verify(model_path, injection=Injection.FULL)
+    assert status == 1
+    assert "differ" in output
+
+
+def test_an_injection_without_effect_fails(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flip that nobody detects must not pass for a proof: here the read is never asked for."""
+    monkeypatch.setattr("coldpage.engine.verify._flip_one_bit", lambda *arguments: None)
+    status, output = verify(model_path, injection=Injection.FLIP)
+    assert status == 1
+    assert "did not have the effect" in output
+
+
+def test_a_page_given_away_while_it_is_read_is_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that count as ready before their bytes have arrived."""
+
+    def always(self: Storage, pages: Int32Array) -> bool:
+        return bool(((self.table.present[pages] | self.table.reserved[pages]) & 1).all())
+
+    monkeypatch.setattr(Storage, "are_hot", always)
+    status, output = verify(model_path)
+    assert status == 1
+    assert "differ" in output
+
+
+def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:
+    output = io.StringIO()
+    options = DemoOptions(model=model_path, dtype="float32", conversation_tokens=256)
+    assert run_demo(options, Console(file=output, width=140)) == 0
+    text = output.getvalue()
+    assert text.count("conversation 8 turn") == options.num_rounds
+    assert "back from disk:" in text
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no model at"):
+        run_verify(VerifyOptions(model=str(tmp_path / "none")), Console(file=io.StringIO()))
