@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     MambaConfig,
@@ -52,6 +55,17 @@ def recurrent() -> PreTrainedModel:
     return MambaForCausalLM(
         MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, max_position_embeddings=64)
     )
+
+
+def attention_of_its_own() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return FalconForCausalLM(FalconConfig(vocab_size=50, max_position_embeddings=64, **sizes))
+
+
+def bidirectional() -> PreTrainedModel:
+    model = make_tiny("gemma3")
+    model.config.use_bidirectional_attention = True
+    return model
 
 
 def softcapped() -> PreTrainedModel:
@@ -108,6 +122,28 @@ def test_the_fingerprint_is_of_contents(tmp_path: Path) -> None:
     assert len(others) == 5
 
 
+def test_a_large_file_is_told_apart_at_both_ends(tmp_path: Path) -> None:
+    digests = set()
+    size = 40 << 20  # more than all samples together
+    for at in (None, 0, size - 1):
+        with (tmp_path / "weights").open("wb") as file:
+            file.truncate(size)
+            if at is not None:
+                file.seek(at)
+                file.write(b"x")
+        digests.add(model_module._sampled_digest(tmp_path / "weights"))
+    assert len(digests) == 3
+
+
+def test_loading_is_offline_and_leaves_the_process_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with model_module._offline_and_quiet():
+        assert constants.is_offline_mode()
+    assert not constants.is_offline_mode()
+
+
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
@@ -154,6 +190,11 @@ def test_files_that_are_no_model_are_refused(
     [
         (encoder, r"BertForMaskedLM\) is not a decoder-only language model"),
         (encoder_decoder, r"T5ForConditionalGeneration\) is not a decoder-only language model"),
+        (
+            attention_of_its_own,
+            "layer 0 is not an attention layer with a key-value cache",
+        ),
+        (bidirectional, r"Gemma3ForCausalLM\) .* its attention is not plain causal attention"),
         (recurrent, r"MambaForCausalLM\) can not be served from paged attention"),
         (
             softcapped,

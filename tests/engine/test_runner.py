@@ -154,6 +154,17 @@ def test_a_step_without_logits_gives_none(bench: Bench) -> None:
     assert bench.runner.forward([StepItem(bench.table(5), 0, text(5), NONE)]) == [None]
 
 
+def test_logits_are_the_callers_to_change(bench: Bench) -> None:
+    table = bench.table(6)
+    (first,) = bench.runner.forward([StepItem(table, 0, text(5), LAST)])
+    assert first is not None
+    kept = first.clone()
+    first[0, 0] = -torch.inf
+    (again,) = bench.runner.forward([StepItem(table, 0, text(5), LAST)])
+    assert again is not None
+    assert torch.equal(again, kept)
+
+
 def holed_logits(bench: Bench, tokens: np.ndarray, num_old: int, hole: slice) -> torch.Tensor:
     """transformers' logits where tokens from ``num_old`` on do not see the positions ``hole``."""
     n = len(tokens)

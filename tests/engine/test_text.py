@@ -41,6 +41,11 @@ def model_with(tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
     )
 
 
+def token_of(character: str) -> int:
+    (token,) = TOKENIZERS["byte_level"](character, add_special_tokens=False)["input_ids"]
+    return int(token)
+
+
 def run(
     tokenizer: PreTrainedTokenizerFast, tokens: list[int], stop: list[str]
 ) -> tuple[list[str], bool]:
@@ -88,18 +93,25 @@ def test_text_ends_before_the_first_stop_string_and_no_beginning_of_it_comes_out
 def test_a_stop_string_across_tokens_is_held_back_until_it_is_decided() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     stream = IncrementalText(tokenizer, ["end!"])
-    pieces = [stream.push(tokenizer(c)["input_ids"][0])[0] for c in "the end? end"]
+    pieces = [stream.push(token_of(c))[0] for c in "the end? end"]
     assert pieces == ["t", "h", "", "e ", "", "", "", "end?", " ", "", "", ""]
-    assert stream.push(tokenizer("!")["input_ids"][0]) == ("", True)
-    assert stream.push(tokenizer("x")["input_ids"][0]) == ("", True)
+    assert stream.push(token_of("!")) == ("", True)
+    assert stream.push(token_of("x")) == ("", True)
     assert stream.flush() == ""
+
+
+def test_of_stop_strings_that_end_together_the_one_that_starts_first_counts() -> None:
+    stream = IncrementalText(TOKENIZERS["byte_level"], ["dog", "the dog"])
+    pieces = [stream.push(token_of(c)) for c in "a the dog"]
+    assert "".join(piece for piece, _ in pieces) == "a "
+    assert [hit for _, hit in pieces] == [False] * 8 + [True]
 
 
 def test_what_is_held_back_comes_with_flush() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     stream = IncrementalText(tokenizer, ["end!"])
     for c in "an en":
-        stream.push(tokenizer(c)["input_ids"][0])
+        stream.push(token_of(c))
     assert stream.flush() == "en"
     half = tokenizer("😀", add_special_tokens=False)["input_ids"][:1]
     pieces, _ = run(tokenizer, half, [])
@@ -158,7 +170,7 @@ def test_a_chat_is_rendered_and_encoded_with_its_special_tokens_once() -> None:
     assert ids.dtype == np.int32
     assert (ids == 0).sum() == 4
     assert model.tokenizer.decode(ids) == text
-    assert model.tokenizer.decode(encode_text(model, "the dog")) == "the dog"
+    assert model.tokenizer.decode(encode_text(model, "the dog")) == "<s>the dog"
 
 
 def test_a_model_without_template_and_a_refused_conversation_are_told_in_a_sentence() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import json
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -22,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """Characters outside ASCII fall into several byte tokens."""
+    """Characters outside ASCII fall into several byte tokens; a text begins with ``<s>``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,6 +41,9 @@ def byte_level(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
     )

@@ -137,10 +137,10 @@ def measure_layers(model: Any, name: str) -> tuple[LayerGeometry, ...]:
     layers = [_geometry(layer, f"{refusal}: layer {i}") for i, layer in enumerate(seen)]
     # Half precision rounds in another order; what this check is for (other masks or biases) differs
     # by far more.
-    scale = float(expected.float().abs().max())
-    if float((probed - expected).abs().max()) > (
-        1e-3 if model.dtype == torch.float32 else 0.1
-    ) * max(scale, 1.0):
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    scale = max(1.0, float(expected.float().abs().max()))
+    # Written so that NaN is refused.
+    if not float((probed - expected).abs().max()) <= tolerance * scale:
         raise ModelError(f"{refusal}: its attention is not plain causal attention")
     return tuple(layers)
 

@@ -15,6 +15,8 @@ import torch
 from coldpage.types import Int32Array, Int64Array
 
 __all__ = [
+    "MIN_TILE_TOKENS",
+    "SEGMENT_TOKENS",
     "ChunkPlan",
     "DecodePlan",
     "Gather",
