@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from coldpage.engine.model import LoadedModel
     from coldpage.manager import KVCacheManager
 
-__all__ = ["Conversation", "Turn", "make_conversations", "play", "serve_tokens"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "TURN_TOKENS",
+    "Conversation",
+    "Turn",
+    "make_conversations",
+    "play",
+    "serve_tokens",
+]
 
 TURN_TOKENS: Final = 32  # what the user adds in each later turn
 ANSWER_TOKENS: Final = 16

@@ -21,15 +21,15 @@ __all__ = ["Command", "EngineLoop"]
 Command = GenerationRequest | Cancel | Shutdown
 
 # Commands that wait for the end of a step; whoever brings more waits too.
-MAX_COMMANDS: Final = 4096
-STATS_PERIOD_S: Final = 1.0
+_MAX_COMMANDS: Final = 4096
+_STATS_PERIOD_S: Final = 1.0
 # While pages move a command waits this long at most.
-BLOCKED_WAIT_S: Final = 0.02
+_BLOCKED_WAIT_S: Final = 0.02
 # With no requests a command is taken at once; this long a transfer or a signal may wait, first
 # while what the last requests left behind is still being moved, then in rest.
-SETTLING_WAIT_S: Final = 0.02
-IDLE_WAIT_S: Final = 0.25
-SETTLING_S: Final = 2.0
+_SETTLING_WAIT_S: Final = 0.02
+_IDLE_WAIT_S: Final = 0.25
+_SETTLING_S: Final = 2.0
 
 
 class EngineLoop:
@@ -41,7 +41,7 @@ class EngineLoop:
     def __init__(
         self, scheduler: Scheduler, manager: KVCacheManager, send: Callable[[Reply], None]
     ) -> None:
-        self.commands: queue.Queue[Command] = queue.Queue(MAX_COMMANDS)
+        self.commands: queue.Queue[Command] = queue.Queue(_MAX_COMMANDS)
         self._scheduler = scheduler
         self._manager = manager
         self._send = send
@@ -87,12 +87,12 @@ class EngineLoop:
         if state is not StepState.IDLE:
             self._last_work_s = now_s
         if state is StepState.BLOCKED:
-            self._manager.wait_for_progress(BLOCKED_WAIT_S)
+            self._manager.wait_for_progress(_BLOCKED_WAIT_S)
         elif state is StepState.IDLE:
-            is_settling = now_s - self._last_work_s < SETTLING_S
+            is_settling = now_s - self._last_work_s < _SETTLING_S
             try:
                 self._obey(
-                    self.commands.get(timeout=SETTLING_WAIT_S if is_settling else IDLE_WAIT_S)
+                    self.commands.get(timeout=_SETTLING_WAIT_S if is_settling else _IDLE_WAIT_S)
                 )
             except queue.Empty:
                 return
@@ -100,5 +100,5 @@ class EngineLoop:
     def _send_stats_when_due(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_stats_s:
-            self._next_stats_s = now_s + STATS_PERIOD_S
+            self._next_stats_s = now_s + _STATS_PERIOD_S
             self._send(engine_stats(self._manager, self._scheduler))

@@ -35,8 +35,8 @@ from coldpage.manager import KVCacheManager
 
 __all__ = ["cache_tiers", "main", "served_model"]
 
-EXIT_FAILED: Final = 1
-EXIT_NOT_STARTED: Final = 2
+_EXIT_FAILED: Final = 1
+_EXIT_NOT_STARTED: Final = 2
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _start_and_serve(settings, channel, termination)
         except _NotStarted as failure:
             channel.send(StartFailed(str(failure)))
-            return EXIT_NOT_STARTED
+            return _EXIT_NOT_STARTED
 
 
 class _NotStarted(Exception):
@@ -150,7 +150,7 @@ def _serve(
         loop.run()
     except Exception:
         _LOG.exception("the engine stops")
-        return EXIT_FAILED
+        return _EXIT_FAILED
     finally:
         intake.close()
     scheduler.close()

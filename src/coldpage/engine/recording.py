@@ -95,7 +95,7 @@ class PageHasher:
         digest = xxhash.xxh3_128()
         for array in arrays:
             num_bytes = array.shape[1] // self._tokens_per_block * num_tokens
-            digest.update(array[slot, :num_bytes])
+            digest.update(array[slot, :num_bytes].data)
         return digest.digest()
 
 

@@ -41,7 +41,7 @@ from coldpage.types import Int32Array
 __all__ = ["run_verify"]
 
 # Where the two best logits lie closer than this, another order of summation may choose the other.
-NEAR_TIE: Final = 1e-3
+_NEAR_TIE: Final = 1e-3
 _NUM_HOST_CONVERSATIONS: Final = 2
 
 
@@ -216,7 +216,7 @@ def _compare_answer(
         if turn.answer[index] == answer[index]:
             comparison.num_tokens += 1
             continue
-        if gaps[index] < NEAR_TIE:
+        if gaps[index] < _NEAR_TIE:
             return 1
         comparison.differ(
             f"{turn.request_id}: token {index + 1} is {turn.answer[index]}, "
@@ -309,7 +309,7 @@ def _report(
         )
     console.print(
         f"against the replay and transformers' generate: {comparison.num_tokens:,} tokens equal, "
-        f"{num_near_ties} near ties (two best logits within {NEAR_TIE:g}) chosen differently"
+        f"{num_near_ties} near ties (two best logits within {_NEAR_TIE:g}) chosen differently"
     )
     for sentence in comparison.sentences:
         console.print(f"difference: {sentence}", style="red")

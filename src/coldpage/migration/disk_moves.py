@@ -29,9 +29,9 @@ __all__ = ["MAX_STAGED_PAGES", "DiskMoves", "Settlement"]
 # One staged transfer; small enough that decoding the first overlaps reading the next.
 MAX_STAGED_PAGES: Final = 32
 # A write that fails is tried again in another slot this often before its page is given up.
-MAX_WRITE_ATTEMPTS: Final = 3
+_MAX_WRITE_ATTEMPTS: Final = 3
 # A decode that the codec rejects is tried again this often.
-MAX_DECODE_ATTEMPTS: Final = 3
+_MAX_DECODE_ATTEMPTS: Final = 3
 _DIRECT_ALIGNMENT: Final = 4096
 
 
@@ -263,7 +263,7 @@ class DiskMoves:
         # The staged bytes are the only copy of a page that failed: try another slot.
         failed = np.flatnonzero(~ok & current)
         num_again = 0
-        if transfer.num_attempts < MAX_WRITE_ATTEMPTS:
+        if transfer.num_attempts < _MAX_WRITE_ATTEMPTS:
             num_again = min(failed.size, allocator.num_free)
         again, lost = failed[:num_again], failed[num_again:]
         settled.lost.append(pages[lost])
@@ -314,16 +314,22 @@ class DiskMoves:
         if good.size and not self._moves.decode_staged(
             transfer.representative, good, slices, lease
         ):
-            if transfer.num_attempts < MAX_DECODE_ATTEMPTS:
+            if transfer.num_attempts < _MAX_DECODE_ATTEMPTS:
                 transfer.num_attempts += 1
                 return False
-            ok = np.zeros_like(ok)
+            # Nothing is wrong with the blobs: the pages stay on disk, and may be asked for again.
+            self._give_back_hot_slots(transfer.representative, good)
             good = good[:0]
         table.present[good] |= HOT_BIT
-        table.reserved[good] &= ~HOT_BIT
+        table.reserved[pages[ok]] &= ~HOT_BIT
         self._finish_reading(transfer, ok, settled)
         lease.release()
         return True
+
+    def _give_back_hot_slots(self, representative: LifeCycleId, pages: Int32Array) -> None:
+        hot = self._moves.hot_level
+        slots = self._table.slot[hot.level, pages]
+        hot.allocators[hot.pool_group_of[representative]].free(slots)
 
     def _finish_direct_read(
         self, transfer: _Transfer, ok: npt.NDArray[np.bool_], settled: Settlement

@@ -16,7 +16,7 @@ from coldpage.types import HOT_LEVEL, Int32Array
 
 __all__ = ["PageCopies"]
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class PageCopies:
@@ -69,7 +69,7 @@ class PageCopies:
         held, droppable = pages[is_held], pages[~is_held]
         if held.size:
             if not totals["lost_held_pages"]:
-                logger.warning(
+                _logger.warning(
                     "the colder tiers are full of held pages: %d pages were dropped and will be "
                     "recomputed when needed; give a tier more room to avoid this",
                     held.size,

@@ -25,9 +25,9 @@ from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex
 __all__ = ["Escalation", "Losable"]
 
 # The background spill keeps this fraction of a cold level in memory free or on disk too.
-SPILL_CLEAN_FRACTION: Final = 0.25
+_SPILL_CLEAN_FRACTION: Final = 0.25
 # Pages that the spill has in flight at once.
-MAX_SPILL_PAGES: Final = 64
+_MAX_SPILL_PAGES: Final = 64
 
 
 class Losable(enum.IntEnum):
@@ -229,8 +229,8 @@ class Escalation:
     def _spill_group(self, level: LevelPools, pool_group: PoolGroupIndex, disk: LevelPools) -> None:
         table, allocator, disk_moves = self._table, level.allocators[pool_group], self._disk_moves
         assert disk_moves is not None
-        budget = MAX_SPILL_PAGES - disk_moves.num_written_pages_in_flight
-        wanted = int(allocator.num_slots * SPILL_CLEAN_FRACTION) + 1 - allocator.num_free
+        budget = _MAX_SPILL_PAGES - disk_moves.num_written_pages_in_flight
+        wanted = int(allocator.num_slots * _SPILL_CLEAN_FRACTION) + 1 - allocator.num_free
         if wanted <= 0 or budget <= 0:
             return
         owners = allocator.page[allocator.owned()]

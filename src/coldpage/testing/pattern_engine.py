@@ -32,13 +32,13 @@ from coldpage.types import (
     Priority,
 )
 
-__all__ = ["PatternEngine", "PatternSequence", "pattern_bytes"]
+__all__ = ["Bytes", "PatternEngine", "PatternSequence", "pattern_bytes"]
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX: Final = 0xBF58476D1CE4E5B9
 # Findings kept; one is enough to fail, a few show the shape of the fault.
-MAX_PROBLEMS: Final = 20
+_MAX_PROBLEMS: Final = 20
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -145,7 +145,7 @@ class PatternEngine:
 
     def report(self, problem: str) -> None:
         """Note that something was wrong. Called from stream threads too."""
-        if len(self.problems) < MAX_PROBLEMS:
+        if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(problem)
 
     def read(self, pieces: Sequence[_Piece], stream: Stream | None) -> None:
