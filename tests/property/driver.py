@@ -106,6 +106,12 @@ class Driver:
         assert cache.missing_blocks() == [], "a match of blocks that are missing"
         self.check()
 
+    def adopt(self, sequence: PatternSequence) -> PatternSequence:
+        """Check a sequence that a test has made and drives itself, and close it at the end."""
+        self.sequences.append(sequence)
+        self._missing[sequence] = set(sequence.cache.missing_blocks())
+        return sequence
+
     def nothing_was_lost(self) -> bool:
         totals = self.manager.stats().totals
         return not (totals.get("dropped_pages", 0) or totals.get("lost_held_pages", 0))
