@@ -18,8 +18,6 @@ from coldpage.engine.demo import run_demo
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
 from coldpage.migration import DiskMoves
-from coldpage.storage import Storage
-from coldpage.types import Int32Array
 from tests.engine.tiny_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,20 +135,6 @@ def test_an_injection_without_effect_fails(
     status, output = verify(model_path, injection=Injection.FLIP)
     assert status == 1
     assert "did not have the effect" in output
-
-
-def test_a_page_given_away_while_it_is_read_is_a_difference(
-    model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages that count as ready before their bytes have arrived."""
-
-    def always(self: Storage, pages: Int32Array) -> bool:
-        return bool(((self.table.present[pages] | self.table.reserved[pages]) & 1).all())
-
-    monkeypatch.setattr(Storage, "are_hot", always)
-    status, output = verify(model_path)
-    assert status == 1
-    assert "differ" in output
 
 
 def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:
