@@ -100,7 +100,6 @@ class FaultyCache(KVCache):
     def resize(self, capacity: int, history_length: int | None = None) -> bool:
         if self._faults.refuse_resize:
             return False
-        assert self.is_ready()
         has_grown = super().resize(capacity, history_length)
         if has_grown:
             self._ready_at_poll = self._manager.polls + self._faults.polls_to_grow

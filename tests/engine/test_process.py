@@ -159,6 +159,16 @@ def test_many_conversations_on_a_small_hot_level(engine: RunningEngine, tiny: Ti
     assert stats.hits_tokens["host"] + stats.hits_tokens["disk"] > 0
 
 
+def test_a_salt_keeps_prefixes_apart(engine: RunningEngine) -> None:
+    def cached(request_id: str, salt: str) -> int:
+        request = generate(request_id, token_ids=token_ids(40, 70), salt=salt)
+        _, end = engine.peer.answers(request)[request_id]
+        assert isinstance(end, Finished)
+        return sum(end.usage.cached_tokens_by_tier.values())
+
+    assert [cached("s1", "x"), cached("s2", "y"), cached("s3", "x")] == [0, 0, 39]
+
+
 def test_cancelled_requests_say_no_more(engine: RunningEngine) -> None:
     engine.peer.send(generate("gone", token_ids=token_ids(20, 50), num_new=200))
     engine.peer.wait_for(Delta)
