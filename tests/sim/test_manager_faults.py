@@ -365,6 +365,91 @@ def test_who_recomputes_a_part_of_a_lost_page_keeps_it_apart(
     driver.check()
 
 
+def test_a_copy_of_a_lost_page_is_lost_too(make: Make) -> None:
+    driver = make(hot_blocks=4, max_util=1.0)
+    sequence = suspended(driver, prompt(2), num_committed=0)
+    fork = driver.adopt(sequence.fork())
+    push_out(driver, 4)
+    assert sequence.resume()
+    assert sequence.cache.resize(4, 3)
+    sequence.forget_from(3)
+    sequence.cache.synchronize()
+    assert totals(driver, "copied_on_write_pages") == 1
+    assert sequence.recompute() == [0, 1]
+    sequence.check()
+    sequence.cache.suspend()
+    assert fork.cache.missing_blocks() == [1]
+
+
+def test_what_one_sequence_recomputes_another_waits_for(make: Make) -> None:
+    for seed in range(10):
+        driver = make(seed, hot_blocks=4, max_util=1.0)
+        sequence = suspended(driver, prompt(2))
+        fork = driver.adopt(sequence.fork())
+        push_out(driver, 4)
+        for member, stream in zip((sequence, fork), driver.streams[1:], strict=True):
+            assert member.resume(stream)
+            member.cache.synchronize()
+            assert member.cache.missing_blocks() == [0, 1]
+        assert sequence.recompute() == [0, 1]
+        assert fork.cache.missing_blocks() == []
+        fork.cache.synchronize()
+        fork.check()
+        driver.check()
+
+
+# Two transfers of one page
+
+
+def _rewritten_while_it_spills(make: Make, seed: int) -> tuple[Driver, PatternSequence]:
+    """A suspended sequence whose pages lay in host memory, were being written to disk as well, and
+    have been filled with something else since: the disk still hangs.
+    """
+    driver = make(seed, hot_blocks=4, host_blocks=4, disk_blocks=20, max_util=1.0)
+    sequence = suspended(driver, prompt(4), num_committed=0)
+    driver.faults.is_io_held = True
+    other = driver.engine.create()
+    assert other.resume()
+    assert other.cache.resize(4 * PER_BLOCK)
+    for _ in range(20):
+        driver.manager.poll()
+    other.cache.close()
+    assert sequence.resume()
+    sequence.cache.synchronize()
+    sequence.check()
+    assert sequence.cache.resize(8, 0)
+    sequence.forget_from(0)
+    sequence.cache.synchronize()
+    sequence.write(prompt(4, 1))
+    assert sequence.cache.resize(8, 8)
+    sequence.cache.suspend()
+    assert moves(driver, "hot-host") == 4
+    assert moves(driver, "host-disk") == 0
+    assert driver.device.counts.executed_io_jobs == 0
+    driver.faults.is_io_held = False
+    return driver, sequence
+
+
+def test_a_page_written_to_while_it_spills_is_not_replaced_by_the_old_bytes(make: Make) -> None:
+    driver, sequence = _rewritten_while_it_spills(make, 0)
+    driver.manager.finish_transfers()
+    assert moves(driver, "host-disk") == 2
+    push_out(driver, 4)
+    resumed(driver, sequence)
+    assert sequence.cache.missing_blocks() == []
+
+
+def test_a_page_is_not_sent_where_an_older_transfer_still_has_its_slot(make: Make) -> None:
+    num_waits = 0
+    for seed in range(10):
+        driver, sequence = _rewritten_while_it_spills(make, seed)
+        push_out(driver, 4)
+        num_waits += totals(driver, "room_waits")
+        assert totals(driver, "lost_held_pages") == 0
+        resumed(driver, sequence)
+    assert num_waits > 0, "the transfers were over each time"
+
+
 # Submissions
 
 
@@ -422,6 +507,24 @@ def test_a_rejected_decode_is_not_the_blobs_fault(make: Make) -> None:
     sequence.check()
     assert sequence.cache.missing_blocks() == [], "the blobs on disk are good"
     assert driver.manager.stats().levels[1].quarantined_slots == 0
+
+
+def test_a_page_whose_decode_was_rejected_keeps_its_place(make: Make) -> None:
+    driver = make(hot_blocks=4, disk_blocks=8, max_util=1.0)
+    sequence = suspended(driver, prompt(3))
+    push_out(driver, 4)
+    for _ in range(3):
+        driver.fail_next_submission("onboard")
+    assert sequence.resume()
+    while totals(driver, "rejected_submissions") < 3:
+        driver.manager.wait_for_progress(1.0)
+        driver.manager.poll()
+    other = driver.adopt(driver.engine.create())
+    assert other.resume()
+    assert not other.cache.resize(2 * PER_BLOCK)
+    assert other.cache.resize(PER_BLOCK)
+    sequence.cache.synchronize()
+    sequence.check()
 
 
 # Disk
