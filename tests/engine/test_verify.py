@@ -140,9 +140,14 @@ def test_an_injection_without_effect_fails(
 def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:
     output = io.StringIO()
     options = DemoOptions(model=model_path, dtype="float32", conversation_tokens=256)
-    assert run_demo(options, Console(file=output, width=140)) == 0
+    assert run_demo(options, Console(file=output, width=100)) == 0
     text = output.getvalue()
-    assert text.count("conversation 8 turn") == options.num_rounds
+    rows = [line.split("│") for line in text.splitlines() if line.endswith("x")]
+    assert len(rows) == options.num_conversations * options.num_rounds
+    reused = [[int(cell.replace(",", "")) for cell in row[3:6]] for row in rows]
+    assert all(sum(column) > 0 for column in zip(*[r[1:] for r in reused], strict=True))
+    assert [sum(r) for r in reused[: options.num_conversations]] == [0] * options.num_conversations
+    assert all(sum(r) > 0 for r in reused[options.num_conversations :])
     assert "back from disk:" in text
 
 

@@ -69,7 +69,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             levels = manager.stats().levels
     sizes = ", ".join(f"{level.name} {level.capacity_tokens:,} tokens" for level in levels)
     console.print(f"{model.name}, {str(dtype).removeprefix('torch.')}; tiers: {sizes}")
-    console.print(_table(rows))
+    console.print(_table(rows, options.num_conversations))
     _summarize(console, rows, moved)
     return 0
 
@@ -161,20 +161,21 @@ def _recompute(scheduler: Scheduler, turn: Turn) -> float:
                 return reply.usage.time_to_first_token_ms
 
 
-def _table(rows: list[_Row]) -> Table:
+def _table(rows: list[_Row], num_conversations: int) -> Table:
+    """Prompt tokens reused by tier and both times; ``of`` is the conversation."""
     table = Table(title="Time to first token", show_edge=False)
-    table.add_column("turn")
-    for name in ("prompt", "hot", "host", "disk", "with coldpage", "recomputed", "ratio"):
-        table.add_column(name, justify="right")
+    for name in ("turn", "of", "prompt", "hot", "host", "disk", "coldpage", "recomputed", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
     last_round = 0
-    for row in rows:
+    for index, row in enumerate(rows):
         usage = row.turn.usage
         cached = usage.cached_tokens_by_tier
         if row.round_index != last_round:
             table.add_section()
             last_round = row.round_index
         table.add_row(
-            row.turn.request_id,
+            f"{row.round_index + 1}",
+            f"{index % num_conversations + 1}",
             f"{usage.prompt_tokens:,}",
             *(f"{cached.get(name, 0):,}" for name in ("hot", "host", "disk")),
             f"{usage.time_to_first_token_ms:,.0f} ms",
