@@ -142,7 +142,7 @@ def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:
     options = DemoOptions(model=model_path, dtype="float32", conversation_tokens=256)
     assert run_demo(options, Console(file=output, width=100)) == 0
     text = output.getvalue()
-    rows = [line.split("│") for line in text.splitlines() if line.endswith("x")]
+    rows = [line.split("│") for line in text.splitlines() if line.rstrip().endswith("x")]
     assert len(rows) == options.num_conversations * options.num_rounds
     reused = [[int(cell.replace(",", "")) for cell in row[3:6]] for row in rows]
     assert all(sum(column) > 0 for column in zip(*[r[1:] for r in reused], strict=True))

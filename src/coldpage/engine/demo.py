@@ -162,9 +162,19 @@ def _recompute(scheduler: Scheduler, turn: Turn) -> float:
 
 
 def _table(rows: list[_Row], num_conversations: int) -> Table:
-    """Prompt tokens reused by tier and both times; ``of`` is the conversation."""
+    """Prompt tokens reused by tier and both times."""
     table = Table(title="Time to first token", show_edge=False)
-    for name in ("turn", "of", "prompt", "hot", "host", "disk", "coldpage", "recomputed", "ratio"):
+    for name in (
+        "turn",
+        "chat",
+        "prompt",
+        "hot",
+        "host",
+        "disk",
+        "coldpage",
+        "recomputed",
+        "ratio",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     last_round = 0
     for index, row in enumerate(rows):
