@@ -16,7 +16,7 @@ from tests.property.walks import Walk
 
 NUM_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "500"))
 NUM_LONG_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "4000"))
-NUM_LONG_SEEDS = 20
+NUM_LONG_SEEDS = 8
 
 # host blocks, disk blocks
 LEVELS = {

@@ -1,0 +1,30 @@
+"""Managers on the simulated device that are checked to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.property.driver import Driver
+from tests.property.setups import Setup
+from tests.sim.scenes import PER_BLOCK, Make
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes drivers, and checks each at the end for leaks, races and wrong bytes."""
+    drivers: list[Driver] = []
+
+    def make_driver(seed: int = 0, **setup: int) -> Driver:
+        driver = Driver(Setup(per_block=PER_BLOCK, **setup), seed)  # type: ignore[arg-type]
+        drivers.append(driver)
+        return driver
+
+    yield make_driver
+    try:
+        for driver in drivers:
+            driver.finish()
+    finally:
+        for driver in drivers:
+            driver.abandon()
