@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +25,12 @@ from coldpage.engine.step_plan import ItemSpan, plan_group
 from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
 
 __all__ = [
-    "DEFAULT_CHUNK_TOKENS",
     "LogitsWanted",
     "ModelRunner",
     "PageSource",
     "PageTable",
     "StepItem",
 ]
-
-# Prompt tokens per step. Longer chunks gain nothing on a CPU and delay other conversations' next
-# token.
-DEFAULT_CHUNK_TOKENS: Final = 512
 
 
 class PageTable(Protocol):
