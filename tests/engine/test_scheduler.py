@@ -296,6 +296,20 @@ def test_a_waiting_request_finds_what_others_committed_meanwhile(new_rig: Any) -
     assert cached == [0, 40, 40]
 
 
+@pytest.mark.parametrize("prefetch_depth", [0, 4])
+def test_a_request_that_did_not_fit_finds_what_others_committed_meanwhile(
+    new_rig: Any, prefetch_depth: int
+) -> None:
+    rig = new_rig(20, limits=EngineLimits(prefetch_depth=prefetch_depth))
+    shared = prompt(52)
+    for n in range(2):  # 15 blocks each
+        rig.submit(str(n), [*shared, n, 7, 7], 4)
+    rig.run()
+    rig.check_tokens()
+    assert rig.max_running == 1
+    assert sum(rig.finished("1").usage.cached_tokens_by_tier.values()) == 52
+
+
 def test_waiting_requests_are_pulled_off_the_disk(new_rig: Any) -> None:
     rig = new_rig(200, limits=EngineLimits(max_batch=1, prefetch_depth=2))
     for n in range(4):

@@ -46,7 +46,6 @@ class CacheOpener:
         """Look once more, just before a request first runs, for blocks that others committed
         meanwhile.
         """
-        live.is_rematched = True
         old = live.cache
         if live.num_pending_tokens <= self._manager.tokens_per_block:
             return

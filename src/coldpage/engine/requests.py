@@ -93,7 +93,7 @@ class LiveRequest:
         self.num_rebuilds = 0
         self.admission_number = 0
         self.is_prefetched = False
-        self.is_rematched = False
+        self.was_admitted = False  # what others commit meanwhile is looked for until then
 
         self.phase_since_s = request.received_at_s
         self.waiting_for_room_since_s: float | None = None

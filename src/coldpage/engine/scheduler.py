@@ -185,13 +185,13 @@ class Scheduler:
 
     def _try_admit(self, live: LiveRequest) -> bool:
         """Resume the head of the queue if it fits beside what runs; False when it must wait."""
-        if live.kv is None:
+        is_just_opened = live.kv is None
+        if is_just_opened:
             self._opener.open(live)
-            live.is_rematched = True
         # With nothing running it is resumed whatever the estimate: what can never run was refused.
         if self._active and not self._fits_beside_active(live):
             return False
-        if not live.is_rematched:
+        if not is_just_opened and not live.was_admitted:
             self._opener.rematch(live)
         if not live.cache.resume():
             if self._active:  # those that run will end
@@ -199,6 +199,7 @@ class Scheduler:
             elif self._waited_for_room_s(live) > self._limits.admission_deadline_s:
                 self._fail(live, self._no_room(live.num_tokens + 1))
             return False
+        live.was_admitted = True
         self._waiting.popleft()
         live.admission_number = self._num_admissions
         self._num_admissions += 1
