@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from coldpage.engine.messages import (
     EngineSettings,
     Failed,
     Finished,
+    Reply,
     SamplingParams,
     Shutdown,
     StartFailed,
     Stats,
 )
 from coldpage.engine.process import main
+from coldpage.manager import KVCacheManager
 from tests.engine.engine_peer import Peer, RunningEngine, generate, listening
 from tests.engine.tiny_tokenizers import byte_level
 
@@ -222,6 +224,75 @@ def test_stop_strings_and_sampling_arrive(engine: RunningEngine, tiny: TinyModel
     assert texts[0] == texts[1] != expected
 
 
+def run_here(settings: EngineSettings, directory: Path, script: Callable[[Peer], None]) -> int:
+    """The engine on this thread, its peer's script on another; the exit status."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    failures: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            with listener.accept()[0] as connection:
+                script(Peer(connection))
+        except BaseException as error:
+            failures.append(error)
+
+    with listening(directory) as listener:
+        thread = threading.Thread(target=play)
+        thread.start()
+        try:
+            status = main(
+                [
+                    *("--socket", listener.getsockname()),
+                    *("--settings", msgspec.json.encode(settings).decode()),
+                ]
+            )
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        thread.join()
+    if failures:
+        raise failures[0]
+    return status
+
+
+def test_a_broken_loop_answers_and_hangs_up_before_it_waits_for_the_disk(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_broken, has_hung_up = threading.Event(), threading.Event()
+    was_hung_up_at_close: list[bool] = []
+    replies: list[Reply] = []
+    poll, close = KVCacheManager.poll, KVCacheManager.close
+
+    def breaking_poll(self: KVCacheManager) -> None:
+        if is_broken.is_set():
+            is_broken.clear()
+            raise RuntimeError("the loop breaks")
+        poll(self)
+
+    def waiting_close(self: KVCacheManager) -> None:
+        was_hung_up_at_close.append(has_hung_up.wait(5.0))
+        close(self)
+
+    def script(peer: Peer) -> None:
+        peer.send(*(generate(name, token_ids=token_ids(20, 1), num_new=200) for name in "abc"))
+        peer.wait_for(Delta)
+        is_broken.set()
+        while peer.receive():
+            pass
+        has_hung_up.set()
+        replies.extend(peer.replies)
+
+    monkeypatch.setattr(KVCacheManager, "poll", breaking_poll)
+    monkeypatch.setattr(KVCacheManager, "close", waiting_close)
+    assert run_here(settings_for(tiny, tmp_path, max_batch=2), tmp_path, script) == 1
+    assert was_hung_up_at_close == [True]
+    ends = [reply for reply in replies if isinstance(reply, Finished | Failed)]
+    assert sorted(end.request_id for end in ends) == ["a", "b", "c"]
+    assert {(end.status, end.code) for end in ends if isinstance(end, Failed)} == {
+        (500, "engine_error")
+    }
+
+
 @pytest.mark.parametrize("how", ["shutdown", "sigterm", "hang up"])
 def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -263,31 +334,14 @@ def test_a_start_that_fails_gets_one_sentence_and_status_2(
     if changes.get("disk_path"):
         changes = {**changes, "disk_path": str(file)}
     settings = settings_for(tiny, tmp_path, **changes)
-    replies = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    replies: list[Reply] = []
 
-    def read_everything() -> None:
-        with listener.accept()[0] as connection:
-            peer = Peer(connection)
-            while peer.receive():
-                pass
-            replies.extend(peer.replies)
+    def read_everything(peer: Peer) -> None:
+        while peer.receive():
+            pass
+        replies.extend(peer.replies)
 
-    with listening(tmp_path) as listener:
-        reader = threading.Thread(target=read_everything)
-        reader.start()
-        try:
-            status = main(
-                [
-                    *("--socket", listener.getsockname()),
-                    *("--settings", msgspec.json.encode(settings).decode()),
-                ]
-            )
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        reader.join()
-    assert status == 2
+    assert run_here(settings, tmp_path, read_everything) == 2
     (failure,) = [reply for reply in replies if isinstance(reply, StartFailed)]
     assert words.format(file=file) in failure.sentence
     assert "\n" not in failure.sentence

@@ -55,7 +55,8 @@ class EngineLoop:
 
     def run(self) -> None:
         """Block until a ``Shutdown`` or ``request_stop``; then every open request has failed with
-        status 503. The caches of sessions stay open.
+        status 503. The caches of sessions stay open. What a step raises comes out, with nothing
+        answered.
         """
         while not self._is_stopping:
             self._take_commands()
@@ -64,9 +65,13 @@ class EngineLoop:
                 self._send(reply)
             self._send_stats_when_due()
             self._pause(result.state)
-        sentence = "The engine is shutting down."
-        for failed in self._scheduler.abort_all(503, "shutting_down", sentence):
-            self._send(failed)
+        self.fail_open_requests(503, "shutting_down", "The engine is shutting down.")
+
+    def fail_open_requests(self, status: int, code: str, sentence: str) -> None:
+        """Answer all that has come in and is not answered. For when ``run`` has ended."""
+        self._take_commands()
+        for reply in self._scheduler.abort_all(status, code, sentence):
+            self._send(reply)
 
     def _take_commands(self) -> None:
         # Those that are here now, so that a flood of commands can not hold up the step.

@@ -148,8 +148,12 @@ def _serve(
     intake = Intake(channel, model, loop.commands)
     try:
         loop.run()
-    except Exception:
+    except Exception as error:
         _LOG.exception("the engine stops")
+        intake.close()
+        # Before the manager is closed, which may wait for a slow disk: clients wait for this.
+        loop.fail_open_requests(500, "engine_error", f"The engine failed ({type(error).__name__}).")
+        channel.close()
         return _EXIT_FAILED
     finally:
         intake.close()

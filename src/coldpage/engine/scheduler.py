@@ -158,13 +158,20 @@ class Scheduler:
             replies=replies,
         )
 
-    def abort_all(self, status: int, code: str, sentence: str) -> tuple[Failed, ...]:
-        """Fail every request; the answers, which no step gives again."""
+    def abort_all(
+        self, status: int, code: str, sentence: str
+    ) -> tuple[Delta | Finished | Failed, ...]:
+        """Fail every request; all answers that no step has given, which none gives again.
+
+        Never raises: what is broken may be what a request holds.
+        """
         for live in (*self._active, *self._waiting):
-            self._fail(live, Refusal(status, code, sentence))
-        failed = tuple(reply for reply in self._replies if isinstance(reply, Failed))
-        self._replies = []
-        return failed
+            try:
+                self._fail(live, Refusal(status, code, sentence))
+            except Exception:
+                _LOG.exception("the cache of %s can not be closed", live.request_id)
+        replies, self._replies = tuple(self._replies), []
+        return replies
 
     def close(self) -> None:
         """Let go of every cache, requests' and sessions'. The manager stays open."""
@@ -461,10 +468,10 @@ class Scheduler:
     def _fail(self, live: LiveRequest, refusal: Refusal) -> None:
         self._leave_queues(live)
         live.phase = RequestPhase.ENDED
+        self._reply_failed(live.request_id, refusal)
         kv, live.kv = live.kv, None
         if kv is not None:
             kv.close()
-        self._reply_failed(live.request_id, refusal)
 
     def _release(self, live: LiveRequest) -> None:
         self._leave_queues(live)
