@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from coldpage.block_table import BlockTable
 from coldpage.device.base import Stream
-from coldpage.errors import ClosedError, UsageError
+from coldpage.errors import ClosedError, OutOfPagesError, UsageError
 from coldpage.layout import LayerGroup
 from coldpage.page import HOT_BIT
 from coldpage.prefix import PrefixTree, block_key
@@ -52,6 +52,8 @@ class SequenceContext:
     tokens_per_block: int
     max_util_for_resume: float
     check_thread: Callable[[], None]
+    is_open: Callable[[], bool]
+    max_capacity_tokens: int  # of a sequence that has the whole hot level
     wait_for_progress: Callable[[float], None]
 
 
@@ -145,6 +147,7 @@ class KVCache:
         """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no
         hot page.
         """
+        self._check_open()
         table = self._storage.table
         pages = self._table.pages[layer_group_id]
         slots = table.slot[HOT_LEVEL, pages]
@@ -255,7 +258,7 @@ class KVCache:
         num_fills = self._storage.num_fills
         if self._is_ready and self._num_fills_seen == num_fills:
             return True
-        self._storage.poll()
+        self._storage.advance()
         # Pages may have been lost since the resume, on their way up.
         is_hot = self._storage.are_hot(self._table.live_pages())
         if not is_hot or not self._fill_holes(self._history_length):
@@ -284,10 +287,11 @@ class KVCache:
 
     def _protect(self) -> None:
         """Mark the first and the newest block: eviction takes the others of this sequence before
-        them.
+        them. What other sequences share keeps the mark they gave it.
         """
         table = self._storage.table
-        table.is_protected[self._table.live_pages()] = False
+        pages = self._table.live_pages()
+        table.is_protected[pages[table.num_refs[pages] == 1]] = False
         for column in (0, self._table.num_blocks - 1):
             if self._table.num_blocks:
                 pages = self._table.pages[:, column]
@@ -301,7 +305,8 @@ class KVCache:
         All or nothing: False, changing nothing visible, when the hot level has no room now or a
         block to be granted is still on its way there. Shared
         pages in the granted range are copied; ``history_length``, if given, first becomes the
-        number of written positions.
+        number of written positions. Raises OutOfPagesError when even an empty hot level would not
+        do.
         """
         self._check_status(KVCacheStatus.ACTIVE, "resize")
         history = self._history_length if history_length is None else history_length
@@ -312,6 +317,11 @@ class KVCache:
             raise UsageError(
                 f"resize to capacity {capacity} and history {history} breaks "
                 f"committed {self._num_committed} <= history <= capacity"
+            )
+        if capacity > self._context.max_capacity_tokens:
+            raise OutOfPagesError(
+                f"a sequence of {capacity:,} tokens can never fit the hot level, which holds "
+                f"{self._context.max_capacity_tokens:,}: give it more room"
             )
         old_capacity = self._capacity
         if not (
@@ -393,6 +403,8 @@ class KVCache:
         self._leave_missing_tail(num_tokens)
         # The last block may be cut inside a page that others share or that is committed.
         self._writable_from = self._table.num_blocks
+        # A window may need blocks again that have no pages.
+        self._is_ready = False
 
     # ------------------------------------------------------------------ content
 
@@ -480,6 +492,9 @@ class KVCache:
         if self._status is KVCacheStatus.CLOSED:
             return
         self._context.check_thread()
+        if not self._context.is_open():  # the manager has freed everything already
+            self._status = KVCacheStatus.CLOSED
+            return
         self._protect()
         self._release(self._table.cut(0))
         self._status = KVCacheStatus.CLOSED
@@ -489,6 +504,8 @@ class KVCache:
         self._context.check_thread()
         if self._status is KVCacheStatus.CLOSED:
             raise ClosedError("this KV cache is closed")
+        if not self._context.is_open():
+            raise ClosedError("the manager of this KV cache is closed")
 
     def _check_status(self, wanted: KVCacheStatus, call: str) -> None:
         self._check_open()

@@ -64,6 +64,7 @@ class SlotAllocator:
         self.page: Int32Array = np.zeros(num_slots, np.int32)
         self.event: Int64Array = np.zeros(num_slots, np.int64)
         self.num_quarantined = 0
+        self.num_changes = 0  # grows with each allocation, free and quarantine
         # A stack whose top is the lowest slot: a fresh pool is handed out in order, so neighbours
         # move together.
         self._free: Int32Array = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
@@ -85,6 +86,7 @@ class SlotAllocator:
         assert count <= self._num_free, f"{count} slots wanted, {self._num_free} free"
         slots = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
+        self.num_changes += 1
         self.page[slots] = pages
         return slots
 
@@ -94,12 +96,20 @@ class SlotAllocator:
         self.page[slots] = NO_PAGE
         self._free[self._num_free : self._num_free + slots.size] = slots[::-1]
         self._num_free += slots.size
+        self.num_changes += 1
+
+    def free_last(self, slots: Int32Array) -> None:
+        """As ``free``, but these are handed out again only after every other free slot."""
+        self.free(slots)
+        stack = self._free[: self._num_free]
+        stack[:] = np.roll(stack, slots.size)
 
     def quarantine(self, slots: Int32Array) -> None:
         """Take owned slots out of use for good: their medium can not be trusted."""
         assert bool(np.all(self.page[slots] != NO_PAGE)), "a free slot was quarantined"
         self.page[slots] = NO_PAGE
         self.num_quarantined += int(slots.size)
+        self.num_changes += 1
 
     def owned(self) -> npt.NDArray[np.intp]:
         """The slots that a page owns, ascending."""

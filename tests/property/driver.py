@@ -14,6 +14,7 @@ from pathlib import Path
 from coldpage import KVCacheManager, ReuseScope, SubmissionError
 from coldpage.device.base import Stream
 from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
+from coldpage.errors import OutOfPagesError
 from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
 from coldpage.types import BlockOrdinal, CacheLevel, LayerGroupId, Priority
 from tests.property.setups import ROOMY_BLOCKS, Setup, build_manager, simulated
@@ -163,7 +164,11 @@ class Driver:
         capacity = max(capacity, cache.history_length if history is None else history)
         self.operations["resize"] += 1
         before = (cache.capacity, cache.history_length, cache.num_blocks)
-        is_done = cache.resize(capacity, history)
+        try:
+            is_done = cache.resize(capacity, history)
+        except OutOfPagesError:
+            assert capacity > self.manager.num_hot_blocks * self.manager.tokens_per_block
+            is_done = False
         if not is_done and not self._had_failures and self._must_fit(sequence, capacity):
             self.operations["resize again"] += 1
             self.manager.finish_transfers()

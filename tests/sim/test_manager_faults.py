@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from coldpage import KVCacheManager, ReuseScope, WrongThreadError
+from coldpage.errors import OutOfPagesError
 from tests.sim.scenes import (
     GROUP,
     PER_BLOCK,
@@ -99,7 +100,8 @@ def test_a_prompt_of_nearly_all_of_the_hot_pool_works(make: Make) -> None:
     for start in range(0, len(tokens), 3):
         assert sequence.step(tokens[start : start + 3])
     sequence.check()
-    assert not sequence.cache.resize(len(tokens) + 1)
+    with pytest.raises(OutOfPagesError, match="can never fit the hot level, which holds 16"):
+        sequence.cache.resize(len(tokens) + 1)
 
 
 @pytest.mark.parametrize("levels", [{}, {"host_blocks": 4}, {"disk_blocks": 4}])
@@ -153,9 +155,15 @@ def test_a_resize_that_does_not_fit_changes_nothing(make: Make) -> None:
     sequence = filled(driver, prompt(2))
     fork = driver.adopt(sequence.fork())
     before = sequence.cache.page_indices(GROUP).tolist()
-    assert not sequence.cache.resize(5 * PER_BLOCK)
+    with pytest.raises(OutOfPagesError):
+        sequence.cache.resize(5 * PER_BLOCK)
+    blocker = driver.manager.create_kv_cache()
+    assert blocker.resume()
+    assert blocker.resize(PER_BLOCK)
+    assert not sequence.cache.resize(4 * PER_BLOCK)
     assert sequence.cache.capacity == 4
     assert sequence.cache.page_indices(GROUP).tolist() == before
+    blocker.close()
     assert sequence.cache.resize(4 * PER_BLOCK)
     driver.check()
     assert fork.cache.capacity == 4

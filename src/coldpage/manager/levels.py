@@ -155,6 +155,10 @@ class LevelBuilder:
         counts = self._cold_counts(cold, strides, tier.quota_bytes)
         directory = self._lock_directory(Path(tier.path))
         pools: list[DiskPool] = []
+        for stale in directory.glob("pool-*.slots"):
+            # Left by another model with more pool groups; nothing is reused, and the bound holds.
+            if stale.name not in {f"pool-{group}.slots" for group in range(len(counts))}:
+                stale.unlink()
         for group, (count, size) in enumerate(zip(counts, cold.slot_bytes, strict=True)):
             path = directory / f"pool-{group}.slots"
             is_new = not path.exists()

@@ -84,6 +84,8 @@ class KVCacheManager:
             config.tokens_per_block,
             config.max_util_for_resume,
             self._check_thread,
+            lambda: not self._is_closed,
+            self.num_hot_blocks * config.tokens_per_block,
             self.device.wait_for_progress,
         )
 
@@ -174,6 +176,7 @@ class KVCacheManager:
 
         Valid until ``close``. Raises KeyError for an unknown buffer.
         """
+        self._check_open()
         life_cycle = self.layout.life_cycles[LifeCycleId(self._layer_group_of[layer_id])]
         wanted = BufferId(layer_id, role)
         for placement in life_cycle.buffers:
@@ -202,6 +205,7 @@ class KVCacheManager:
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Block until something in flight may have advanced; then ``poll``."""
+        self._check_open()
         self.device.wait_for_progress(timeout_s)
 
     def finish_transfers(self) -> None:

@@ -8,6 +8,7 @@ its destination slot ``reserved``.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,6 +26,8 @@ from coldpage.staging import StagingBuffer, StagingRing
 from coldpage.types import Int32Array, Int64Array, LifeCycleId
 
 __all__ = ["MAX_STAGED_PAGES", "DiskMoves", "Settlement"]
+
+_logger = logging.getLogger(__name__)
 
 # One staged transfer; small enough that decoding the first overlaps reading the next.
 MAX_STAGED_PAGES: Final = 32
@@ -88,6 +91,11 @@ class DiskMoves:
     def num_in_flight(self) -> int:
         """Transfers not yet settled, queued reads included."""
         return len(self._writes) + len(self._reads) + len(self._queued)
+
+    @property
+    def num_writes_in_flight(self) -> int:
+        """Transfers to disk not yet settled."""
+        return len(self._writes)
 
     @property
     def num_written_pages_in_flight(self) -> int:
@@ -190,11 +198,17 @@ class DiskMoves:
         while self._queued:
             pages, disk = self._queued[0]
             ((representative, _),) = self._moves.batches(pages)
-            lease = self._lease(representative, pages.size, for_stream=False)
+            stride = self._moves.cold_page_bytes[representative]
+            # Reads leave half of the ring to evictions, which must never wait for a slow read.
+            leased = sum(t.lease.num_bytes for t in self._reads if t.lease is not None)
+            num_allowed = (self._ring.num_bytes // 2 - leased) // stride
+            if leased and num_allowed <= 0:
+                return
+            num_wanted = min(pages.size, max(num_allowed, 1))
+            lease = self._lease(representative, num_wanted, for_stream=False)
             if lease is None:
                 return
             self._queued.popleft()
-            stride = self._moves.cold_page_bytes[representative]
             num_taken = lease.num_bytes // stride
             if num_taken < pages.size:
                 self._queued.appendleft((pages[num_taken:], disk))
@@ -254,7 +268,8 @@ class DiskMoves:
         table.present[pages[ok & current]] |= disk.bit
         table.reserved[pages] &= ~disk.bit
         allocator.free(transfer.disk_slots[ok & ~current])
-        allocator.quarantine(transfer.disk_slots[~ok])
+        # Nothing of value is in them; another slot is tried first, and these again later.
+        allocator.free_last(transfer.disk_slots[~ok])
         self._count(transfer, ok, f"{transfer.memory.name}-{disk.name}", "write_errors")
         if transfer.lease is None:
             self._release_sources(transfer, transfer.memory)
@@ -374,4 +389,8 @@ class DiskMoves:
         num_good = int(np.count_nonzero(ok))
         num_bytes = num_good * self._moves.cold_page_bytes[transfer.representative]
         self._counters.count_move(path, num_good, num_bytes)
-        self._counters.totals[failure] += int(ok.size) - num_good
+        num_bad = int(ok.size) - num_good
+        if num_bad and not self._counters.totals[failure]:
+            pool = transfer.disk.disk[transfer.disk.pool_group_of[transfer.representative]]
+            _logger.warning("the disk tier: %s (%s counts them)", pool.last_failure, failure)
+        self._counters.totals[failure] += num_bad

@@ -66,6 +66,7 @@ class DiskPool:
         self.payload_bytes = payload_bytes
         self.slot_bytes = disk_slot_bytes(payload_bytes)
         self._file = file
+        self.last_failure = ""  # one sentence about the I/O that failed last, for the log
         self._slab = _Slab(self.slot_bytes)
         # What each slot last had written to it: an older copy that a lost write left behind must
         # not pass. Runs begin at numbers far apart, so that it is not an earlier run's either.
@@ -126,7 +127,8 @@ class DiskPool:
                 bounce[self.payload_bytes :] = 0
             try:
                 self._file.writev(slot * self.slot_bytes, buffers)
-            except OSError:
+            except OSError as error:
+                self.last_failure = f"writing slot {slot} of {self._file.path} failed: {error}"
                 return False
             return True
 
@@ -137,19 +139,29 @@ class DiskPool:
             header, payload, buffers = self._buffers(address)
             try:
                 self._file.readv(slot * self.slot_bytes, buffers)
-            except OSError:
+            except OSError as error:
+                self.last_failure = f"reading slot {slot} of {self._file.path} failed: {error}"
                 return False
             if len(buffers) == 1:
                 payload[:] = buffers[0][DISK_HEADER_BYTES : DISK_HEADER_BYTES + self.payload_bytes]
-            (header_checksum,) = _CHECKSUM.unpack_from(header.data, _HEADER.size)
-            if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size].data):
-                return False
-            *fields, checksum = _HEADER.unpack_from(header.data, 0)
-            if fields != [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]:
-                return False
-            return bool(checksum == xxhash.xxh3_64_intdigest(payload.data))
+            if self._is_good(header, payload, slot, number):
+                return True
+            self.last_failure = f"slot {slot} of {self._file.path} does not match its checksum"
+            return False
 
         return read
+
+    def _is_good(
+        self, header: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8], slot: int, number: int
+    ) -> bool:
+        """Whether these are the bytes that were written last to the slot."""
+        (header_checksum,) = _CHECKSUM.unpack_from(header.data, _HEADER.size)
+        if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size].data):
+            return False
+        *fields, checksum = _HEADER.unpack_from(header.data, 0)
+        if fields != [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]:
+            return False
+        return bool(checksum == xxhash.xxh3_64_intdigest(payload.data))
 
     def payload_location(self, slot: int) -> tuple[Path, int]:
         """The file and the offset of a slot's payload in it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -14,7 +15,10 @@ from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, split_by
 from coldpage.types import HOT_LEVEL, Int32Array
 
-__all__ = ["PageCopies"]
+__all__ = ["BAD_DISK", "NO_ROOM", "PageCopies"]
+
+NO_ROOM: Final = "every colder tier is full of such pages; give a tier more room to avoid this"
+BAD_DISK: Final = "the disk failed to write or to return them; look at the disk"
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ class PageCopies:
         self.table = table
         self.counters = counters
         self.observers: list[StorageObserver] = []
+        self._logged_causes: set[str] = set()
 
     def allocate(self, level: LevelPools, pages: Int32Array) -> None:
         """Give each page a slot on the level. The caller has made sure that enough are free."""
@@ -58,9 +63,9 @@ class PageCopies:
         for level in self.levels[1:]:
             self.drop(level, pages)
 
-    def lose(self, pages: Int32Array) -> None:
+    def lose(self, pages: Int32Array, cause: str) -> None:
         """The contents of ``pages``, which have no copy left, are gone: held pages are missing from
-        now on, droppable ones are forgotten.
+        now on, droppable ones are forgotten. The first loss of held pages by each cause is logged.
         """
         if not pages.size:
             return
@@ -68,11 +73,13 @@ class PageCopies:
         is_held = table.num_refs[pages] > 0
         held, droppable = pages[is_held], pages[~is_held]
         if held.size:
-            if not totals["lost_held_pages"]:
+            if cause not in self._logged_causes:
+                self._logged_causes.add(cause)
                 _logger.warning(
-                    "the colder tiers are full of held pages: %d pages were dropped and will be "
-                    "recomputed when needed; give a tier more room to avoid this",
+                    "%d pages of suspended sequences were lost and will be recomputed when needed: "
+                    "%s",
                     held.size,
+                    cause,
                 )
             totals["lost_held_pages"] += int(held.size)
             table.is_missing[held] = True

@@ -10,6 +10,7 @@ oldest pages a copy on disk, so that later their slots cost nothing.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,7 +20,7 @@ from coldpage.eviction import EvictionPolicy
 from coldpage.migration import CodecMoves, DiskMoves
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, split_by
-from coldpage.storage.copies import PageCopies
+from coldpage.storage.copies import NO_ROOM, PageCopies
 from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex
 
 __all__ = ["Escalation", "Losable"]
@@ -28,6 +29,10 @@ __all__ = ["Escalation", "Losable"]
 _SPILL_CLEAN_FRACTION: Final = 0.25
 # Pages that the spill has in flight at once.
 _MAX_SPILL_PAGES: Final = 64
+
+
+# The owner's thread waits at most this long for writes in flight; then there is no room for now.
+_MAX_WAIT_S: Final = 1.0
 
 
 class Losable(enum.IntEnum):
@@ -56,6 +61,8 @@ class Escalation:
         self._disk_moves = disk_moves
         self._policy = policy
         self._drain = drain
+        # What the spill saw when it last looked at a level's pool group.
+        self._spill_seen: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     # ------------------------------------------------------------------ the hot level
 
@@ -100,37 +107,45 @@ class Escalation:
         Held pages are lost, or displace held pages, only when no transfer in flight could still
         make room.
         """
-        rest = self._send_down(pages, Losable.DROPPABLE)
-        is_held = self._table.num_refs[rest] > 0
-        held, droppable = rest[is_held], rest[~is_held]
-        while held.size and self._disk_moves is not None and self._disk_moves.num_in_flight:
+        is_held = self._table.num_refs[pages] > 0
+        held = self._send_down(pages[is_held], Losable.NOTHING, Losable.DROPPABLE)
+        held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
+        deadline_s = time.monotonic() + _MAX_WAIT_S
+        while held.size and self._num_writes_in_flight:
+            if time.monotonic() > deadline_s:
+                return  # they stay hot, and whoever wants their room comes back
             self._copies.counters.totals["room_waits"] += 1
             self._drain()
-            held = self._send_down(held, Losable.DROPPABLE)
-        lost = np.concatenate([droppable, self._send_down(held, Losable.HELD)])
+            held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
+        held = self._send_down(held, Losable.DROPPABLE, Losable.HELD)
+        droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
+        lost = np.concatenate([droppable, held])
         self._copies.drop(self._levels[HOT_LEVEL], lost)
-        self._copies.lose(lost)
+        self._copies.lose(lost, NO_ROOM)
 
-    def _send_down(self, pages: Int32Array, losable: Losable) -> Int32Array:
-        """Try the cold levels in order. Returns the pages for which none has room."""
+    @property
+    def _num_writes_in_flight(self) -> int:
+        return 0 if self._disk_moves is None else self._disk_moves.num_writes_in_flight
+
+    def _send_down(self, pages: Int32Array, losable: Losable, on_coldest: Losable) -> Int32Array:
+        """Try the cold levels in order; ``losable`` is what each may drop, ``on_coldest`` what the
+        last of them may. Returns the pages for which none has room.
+        """
         table = self._table
         for level in self._levels[1:]:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
             rest, pages = [pages[is_taken]], pages[~is_taken]
             for group, members in split_by(self._copies.pool_groups(level, pages), pages):
-                rest.append(self._send_to_group(level, PoolGroupIndex(group), members, losable))
+                may_lose = on_coldest if level is self._levels[-1] else losable
+                rest.append(self._send_to_group(level, PoolGroupIndex(group), members, may_lose))
             pages = np.concatenate(rest)
         return pages
 
     def _send_to_group(
         self, level: LevelPools, pool_group: PoolGroupIndex, pages: Int32Array, losable: Losable
     ) -> Int32Array:
-        """The most valuable pages get what room there is; only the coldest level drops pages to
-        make it.
-        """
-        if level is not self._levels[-1]:
-            losable = Losable.NOTHING
+        """The most valuable pages get what room there is; returns the others."""
         room = self.make_cold_room(level, pool_group, pages.size, losable)
         first = pages.size - room
         self._send(level, pages[first:])
@@ -153,16 +168,18 @@ class Escalation:
         self._copies.drop(self._levels[HOT_LEVEL], sent)
 
     def _write_staged(self, level: LevelPools, pages: Int32Array) -> Int32Array:
-        """Returns the pages that were rejected. Waits for staging only when all of it is
-        in flight.
+        """Returns the pages that were rejected, or for which there was no staging in time. Waits,
+        for writes only, when all of the staging that writes may use is in flight.
         """
         disk_moves = self._disk_moves
         assert disk_moves is not None
+        deadline_s = time.monotonic() + _MAX_WAIT_S
         while True:
             refused = disk_moves.write_staged(pages, level)
             # Before any wait: a write that fails then must find that the hot copy is gone.
             self._leave_hot(pages, refused)
-            if not refused.size or not disk_moves.num_in_flight:
+            is_over = time.monotonic() > deadline_s
+            if is_over or not refused.size or not disk_moves.num_writes_in_flight:
                 return refused
             pages = refused
             self._copies.counters.totals["staging_waits"] += 1
@@ -212,7 +229,7 @@ class Escalation:
         """Drop up to ``count`` of pages that are nowhere but on the level, for good."""
         victims = self._policy.choose(self._table, pages, count)
         self._copies.drop(level, victims)
-        self._copies.lose(victims)
+        self._copies.lose(victims, NO_ROOM)
         return int(victims.size)
 
     # ------------------------------------------------------------------ the background spill
@@ -229,6 +246,15 @@ class Escalation:
     def _spill_group(self, level: LevelPools, pool_group: PoolGroupIndex, disk: LevelPools) -> None:
         table, allocator, disk_moves = self._table, level.allocators[pool_group], self._disk_moves
         assert disk_moves is not None
+        # Looking at every slot is worth it only when something has changed since the last look.
+        seen = (
+            allocator.num_changes,
+            sum(a.num_changes for a in disk.allocators),
+            disk_moves.num_written_pages_in_flight,
+        )
+        if self._spill_seen.get((level.level, pool_group)) == seen:
+            return
+        self._spill_seen[level.level, pool_group] = seen
         budget = _MAX_SPILL_PAGES - disk_moves.num_written_pages_in_flight
         wanted = int(allocator.num_slots * _SPILL_CLEAN_FRACTION) + 1 - allocator.num_free
         if wanted <= 0 or budget <= 0:

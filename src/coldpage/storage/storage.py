@@ -16,7 +16,7 @@ from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, split_by
-from coldpage.storage.copies import PageCopies
+from coldpage.storage.copies import BAD_DISK, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex, Priority
 
@@ -248,6 +248,7 @@ class Storage:
     def _prefetch_hot(self, pages: Int32Array) -> None:
         for group, members in split_by(self.copies.pool_groups(self._hot, pages), pages):
             some = members[: self._hot.allocators[group].num_free]
+            self.table.touch(some)
             self.copies.allocate(self._hot, some)
             self.table.reserved[some] |= HOT_BIT
             self._start_onboarding(some)
@@ -271,17 +272,18 @@ class Storage:
 
     def poll(self) -> None:
         """Advance every transfer and start the background spill. Never blocks on I/O."""
-        self._advance()
+        self.advance()
         if self._disk_moves is not None:
             self._escalation.spill()
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Advance every transfer in flight. Never blocks on I/O."""
         if self._disk_moves is not None and self._disk_moves.num_in_flight:
             self._settle(self._disk_moves.advance())
 
     def _drain(self) -> None:
         self._device.wait_for_progress(_DRAIN_TIMEOUT_S)
-        self._advance()
+        self.advance()
 
     def _settle(self, settled: Settlement) -> None:
         """Follow up on ended transfers: losses, pages nobody wants any more, pages still waiting
@@ -296,7 +298,7 @@ class Storage:
             lost = np.unique(np.concatenate(settled.lost))
             is_gone = (table.present[lost] == 0) & ((table.reserved[lost] & ~HOT_BIT) == 0)
             lost = lost[is_gone & ((table.num_refs[lost] > 0) | (table.node[lost] != 0))]
-            self.copies.lose(lost)
+            self.copies.lose(lost, BAD_DISK)
         self.copies.bury(dead)
         is_waiting = ((table.reserved[pages] & HOT_BIT) != 0) & (table.busy[pages] == 0)
         is_waiting &= (table.reserved[pages] & ~HOT_BIT) == 0

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from coldpage.config import AttentionLayerConfig, BufferConfig, ReuseScope
 from coldpage.device.base import Stream
 from coldpage.device.simulated import SimulatedDevice
+from coldpage.errors import OutOfPagesError
 from coldpage.manager import KVCacheManager
 from coldpage.page import DEFAULT_PRIORITY
 from coldpage.sequence import KVCache, KVCacheStatus
@@ -249,7 +250,10 @@ class PatternSequence:
         False when there is no room.
         """
         start = self.cache.history_length
-        if not self.cache.resize(start + len(tokens)):
+        try:
+            if not self.cache.resize(start + len(tokens)):
+                return False
+        except OutOfPagesError:
             return False
         self.cache.synchronize()
         self.recompute()
