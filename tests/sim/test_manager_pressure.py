@@ -53,20 +53,16 @@ def filled(manager: KVCacheManager, num_blocks: int, seed: int) -> KVCache:
 def test_held_pages_stay_while_a_colder_level_has_droppable_ones(tmp_path: Path) -> None:
     disk = DiskTierConfig(str(tmp_path), 4 * SLOT_BYTES)
     with make_manager(4, HostTierConfig(4 * PAGE_BYTES), disk) as manager:
-        held = [filled(manager, 4, 1)]
-        held.append(filled(manager, 4, 2))  # the first goes to the host level
-        held[0].prefetch()
+        filled(manager, 4, 1).close()  # nobody's, and on the host level once the next needs room
+        held = [filled(manager, 4, 2)]
+        held.append(filled(manager, 4, 3))  # sends the first to disk: the host level is full
         manager.finish_transfers()
-        held.append(filled(manager, 4, 3))
-        manager.finish_transfers()
-        # Whatever lies in host memory becomes nobody's; disk and hot level hold what is held.
-        held[1].close()
-        for seed in range(4, 7):
-            filled(manager, 4, seed).close()
+        assert [level.used_slots for level in manager.stats().levels] == [4, 4, 4]
+        held.append(filled(manager, 4, 4))
         totals = manager.stats().totals
+        assert totals["dropped_pages"] == 4
         assert totals.get("lost_held_pages", 0) == 0
-        for cache in (held[0], held[2]):
-            assert cache.missing_blocks() == []
+        assert all(cache.missing_blocks() == [] for cache in held)
 
 
 def test_eviction_does_not_wait_for_slow_reads(
