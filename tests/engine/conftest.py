@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.engine.rig import Rig
 
 
 @pytest.fixture(params=["llama", "qwen2", "gemma3"])
@@ -20,3 +24,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def new_rig(tmp_path: Path) -> Iterator[Any]:
+    """Makes rigs, which are closed and looked over at the end."""
+    rigs: list[Rig] = []
+
+    def make(*args: Any, **kwargs: Any) -> Rig:
+        directory = tmp_path / str(len(rigs))
+        directory.mkdir()
+        rigs.append(Rig(str(directory), *args, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()

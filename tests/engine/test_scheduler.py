@@ -1,36 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coldpage.engine.admission import EngineLimits
-from coldpage.engine.messages import Failed, Finished
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.steps import StepState
 from tests.engine.pattern_runner import VOCAB, expected_tokens
-from tests.engine.rig import BLOCK, Rig
+from tests.engine.rig import BLOCK
 
 
 def prompt(num: int, seed: int = 0) -> list[int]:
     return [(7 * n + 13 * seed + n * n * seed) % VOCAB for n in range(num)]
-
-
-@pytest.fixture
-def new_rig(tmp_path: Path) -> Iterator[Any]:
-    rigs: list[Rig] = []
-
-    def make(*args: Any, **kwargs: Any) -> Rig:
-        directory = tmp_path / str(len(rigs))
-        directory.mkdir()
-        rigs.append(Rig(str(directory), *args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
 
 
 def test_one_request(new_rig: Any) -> None:
@@ -575,26 +557,3 @@ def test_nothing_hangs_when_pages_never_arrive(new_rig: Any) -> None:
     rig.submit("b", [*prompt(40), 5], 3)
     rig.run()
     assert (rig.failed("b").status, rig.failed("b").code) == (503, "restore_timeout")
-
-
-def test_aborting_answers_everybody_once(new_rig: Any) -> None:
-    rig = new_rig(20)
-    for n in range(4):
-        rig.submit(str(n), prompt(30, seed=n), 50)
-    for _ in range(3):
-        rig.step()
-    failed = rig.scheduler.abort_all(503, "shutting_down", "The engine is shutting down.")
-    assert sorted(one.request_id for one in failed) == ["0", "1", "2", "3"]
-    assert rig.step().replies == ()
-    assert rig.manager.open_caches == []
-
-
-def test_every_answer_ends_once(new_rig: Any) -> None:
-    rig = new_rig(30)
-    for n in range(6):
-        rig.submit(str(n), prompt(3 + 5 * n, seed=n), 1 + n)
-    rig.run()
-    assert all(isinstance(end, Finished | Failed) for end in rig.ends.values())
-    counters = rig.scheduler.counters
-    assert counters["requests"] == counters["finished"] == len(rig.ends) == 6
-    assert counters["generated_tokens"] == sum(range(1, 7))

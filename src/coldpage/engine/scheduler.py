@@ -76,6 +76,11 @@ class Scheduler:
         self._capacity = HotCapacity(
             manager.num_hot_blocks, manager.max_sequence_tokens, manager.tokens_per_block
         )
+        self._unwindowed_groups = [
+            group.layer_group_id
+            for group in manager.layout.layer_groups
+            if group.sliding_window_tokens is None
+        ]
         self._sessions = SessionStore(self._limits.max_sessions)
         self._opener = CacheOpener(manager, self._sessions, model.has_sliding_window)
         self._waiting: deque[LiveRequest] = deque()
@@ -388,8 +393,8 @@ class Scheduler:
     # Running a step
 
     def _run(self, plan: list[PlannedItem]) -> None:
-        scheduled = [_scheduled(item) for item in plan]
         try:
+            scheduled = [self._scheduled(item) for item in plan]
             outputs = self._runner.forward([one.item for one in scheduled])
         except Exception as error:  # whatever the model raises, only this step pays for it
             _LOG.exception("a step with %d requests failed", len(plan))
@@ -411,6 +416,26 @@ class Scheduler:
                 sampled.append(item.live)
         if sampled:
             self._sample(torch.cat(logits), sampled)
+
+    def _scheduled(self, item: PlannedItem) -> ScheduledItem:
+        live, positions = item.live, item.positions
+        num_blocks = self._capacity.blocks_for(positions.stop)
+        for group_id in self._unwindowed_groups:
+            # Attention leaves a hole out without a word: the answer would be another text.
+            slots = live.cache.page_indices(group_id)[:num_blocks]
+            assert slots.size == num_blocks and slots.min() >= 0, "the history has a hole"
+        is_last = positions.stop == live.num_tokens
+        wants_logits = is_last and item.purpose is not ItemPurpose.RECOMPUTE
+        return ScheduledItem(
+            live.request_id,
+            item.purpose,
+            StepItem(
+                kv_cache=live.cache,
+                start=positions.start,
+                token_ids=live.tokens[positions.start : positions.stop],
+                logits=LogitsWanted.LAST if wants_logits else LogitsWanted.NONE,
+            ),
+        )
 
     def _keep(self, item: PlannedItem) -> None:
         """Make what the step wrote part of the cache."""
@@ -487,21 +512,6 @@ class Scheduler:
     def _reply_failed(self, request_id: str, refusal: Refusal) -> None:
         self.counters["failed"] += 1
         self._replies.append(Failed(request_id, refusal.status, refusal.sentence, refusal.code))
-
-
-def _scheduled(item: PlannedItem) -> ScheduledItem:
-    live, positions = item.live, item.positions
-    wants_logits = item.purpose is not ItemPurpose.RECOMPUTE and positions.stop == live.num_tokens
-    return ScheduledItem(
-        live.request_id,
-        item.purpose,
-        StepItem(
-            kv_cache=live.cache,
-            start=positions.start,
-            token_ids=live.tokens[positions.start : positions.stop],
-            logits=LogitsWanted.LAST if wants_logits else LogitsWanted.NONE,
-        ),
-    )
 
 
 def _refusal_of(error: Exception) -> Refusal:
