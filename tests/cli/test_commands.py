@@ -82,13 +82,15 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         block_tokens=32,
         dtype="float32",
         max_batch=3,
+        max_waiting=5000,
     )
     settings = settings_of(flags)
     assert (settings.hot_bytes, settings.host_bytes) == (64 * MIB, 0)
     assert (settings.disk_path, settings.disk_bytes) == (str(disk), 32 * MIB)
     assert disk.is_dir()
     assert settings.model == str(model)
-    assert (settings.tokens_per_block, settings.dtype, settings.max_batch) == (32, "float32", 3)
+    assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
+    assert (settings.max_batch, settings.max_waiting) == (3, 5000)
 
 
 def test_without_flags_the_bundled_model_gets_all_tiers(

@@ -293,6 +293,25 @@ def test_a_broken_loop_answers_and_hangs_up_before_it_waits_for_the_disk(
     }
 
 
+def test_the_queue_is_as_long_as_the_settings_say(tiny: TinyModel, tmp_path: Path) -> None:
+    refused: list[int] = []
+
+    def script(peer: Peer) -> None:
+        requests = [generate(str(n), token_ids=token_ids(5, n), num_new=200) for n in range(1200)]
+        peer.send(*requests)
+        (first,) = peer.wait_for(Failed)
+        assert isinstance(first, Failed)
+        assert (first.status, first.code) == (503, "queue_full")
+        refused.append(int(first.request_id))
+        peer.send(Shutdown())
+        while peer.receive():
+            pass
+
+    settings = settings_for(tiny, tmp_path, max_batch=1, max_waiting=1050)
+    assert run_here(settings, tmp_path, script) == 0
+    assert refused[0] >= 1 + 1050
+
+
 @pytest.mark.parametrize("how", ["shutdown", "sigterm", "hang up"])
 def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

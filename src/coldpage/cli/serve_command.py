@@ -86,6 +86,7 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         dtype=flags.dtype,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
+        max_waiting=flags.max_waiting,
     )
 
 
@@ -171,7 +172,7 @@ def run_serve(
     report = StartReport(console, settings, _url(sock, flags.bind))
     report.loading("Starting the engine process.")
     try:
-        options = ServeOptions(settings, max_waiting=flags.max_waiting)
+        options = ServeOptions(settings)
         outcome = serve(options, report, sock, engine_command or ENGINE_COMMAND)
     finally:
         report.close()

@@ -48,7 +48,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """What the engine process is started with. No bytes for the host or disk tier: it is left out.
 
     ``model`` None is the bundled model; ``dtype`` is ``auto``, ``bfloat16`` or ``float32``;
-    ``max_batch`` bounds the sequences that decode together. ``disk_path`` is an existing, writable
+    ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
+    beyond a full batch. ``disk_path`` is an existing, writable
     directory whenever ``disk_bytes`` is positive.
     """
 
@@ -60,6 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     tokens_per_block: int = 16
     max_batch: int = 8
+    max_waiting: int = 64
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -137,6 +139,7 @@ class TierStats(msgspec.Struct, frozen=True):
     total_blocks: int
     used_blocks: int
     capacity_tokens: int
+    quarantined_blocks: int = 0  # of slots that failed and are not used again, rounded up
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -120,7 +120,11 @@ def _start_and_serve(
     with manager:
         try:
             runner = ModelRunner(model, manager)
-            limits = EngineLimits(max_batch=settings.max_batch)
+            limits = EngineLimits(
+                max_batch=settings.max_batch,
+                # Those that will fill the batch pass through the queue too.
+                max_waiting=settings.max_batch + settings.max_waiting,
+            )
             scheduler = Scheduler(runner, manager, served_model(model, manager), limits)
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error

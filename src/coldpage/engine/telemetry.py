@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from coldpage.engine.messages import Stats, TierStats
 from coldpage.engine.scheduler import Scheduler
@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from coldpage.manager import KVCacheManager
 
 __all__ = ["engine_stats", "tier_stats"]
+
+# There from the start: a rate needs a sample before the first loss, and an alert one without any.
+_LOSSES: Final = (
+    "dropped_pages",
+    "lost_held_pages",
+    "preemptions",
+    "read_misses",
+    "recomputed_blocks",
+    "write_errors",
+)
 
 
 def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
@@ -24,6 +34,7 @@ def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
             total_blocks=level.total_slots // pages_of_block,
             used_blocks=-(-level.used_slots // pages_of_block),
             capacity_tokens=level.capacity_tokens,
+            quarantined_blocks=-(-level.quarantined_slots // pages_of_block),
         )
         for level in manager.stats().levels
     )
@@ -37,7 +48,7 @@ def engine_stats(manager: KVCacheManager, scheduler: Scheduler) -> Stats:
         moves=dict(stats.moved_pages),
         moved_bytes=dict(stats.moved_bytes),
         hits_tokens=dict(scheduler.hits_tokens),
-        counters={**stats.totals, **scheduler.counters},
+        counters={**dict.fromkeys(_LOSSES, 0), **stats.totals, **scheduler.counters},
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         sessions=scheduler.num_sessions,

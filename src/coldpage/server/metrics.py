@@ -113,6 +113,11 @@ class EngineCollector(Collector):
             ("tier_used_bytes", "Bytes of a tier that hold pages.", lambda tier: tier.used_bytes),
             ("tier_capacity_blocks", "Blocks a tier can hold.", lambda tier: tier.total_blocks),
             ("tier_used_blocks", "Blocks a tier holds.", lambda tier: tier.used_blocks),
+            (
+                "tier_quarantined_blocks",
+                "Blocks' worth of slots that failed and are not used again.",
+                lambda tier: tier.quarantined_blocks,
+            ),
             ("tier_capacity_tokens", "Tokens a tier can hold.", lambda tier: tier.capacity_tokens),
         )
         for name, text, value_of in columns:
@@ -124,7 +129,7 @@ class EngineCollector(Collector):
     def _engine(self, stats: Stats) -> Iterator[Metric]:
         yield _gauge("running_requests", "Requests in the running batch.", stats.running)
         yield _gauge("waiting_requests", "Requests that wait for room.", stats.waiting)
-        yield _gauge("sessions", "Conversations the cache knows.", stats.sessions)
+        yield _gauge("sessions", "Idle named conversations that are kept.", stats.sessions)
         yield _labelled_counter("moved_pages", "Pages moved between tiers.", "path", stats.moves)
         yield _labelled_counter(
             "moved_bytes", "Bytes moved between tiers.", "path", stats.moved_bytes

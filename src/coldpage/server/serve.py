@@ -33,12 +33,11 @@ _BACKLOG: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve and where. ``max_waiting`` bounds the requests beyond a full batch."""
+    """What to serve and where."""
 
     settings: EngineSettings
     bind: str = "127.0.0.1"
     port: int = 8080
-    max_waiting: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
     metrics = ServerMetrics()
-    max_open_requests = options.settings.max_batch + options.max_waiting
+    max_open_requests = options.settings.max_batch + options.settings.max_waiting
     client = EngineClient(listener, metrics, max_open_requests)
     config = uvicorn.Config(
         create_app(client, metrics),

@@ -1,0 +1,25 @@
+"""What the engine reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from coldpage.engine.telemetry import engine_stats, tier_stats
+
+
+def test_losses_are_counted_from_zero(new_rig: Any) -> None:
+    rig = new_rig()
+    counters = engine_stats(rig.manager, rig.scheduler).counters
+    names = ["lost_held_pages", "dropped_pages", "read_misses", "write_errors"]
+    names += ["recomputed_blocks", "preemptions"]
+    assert [counters[name] for name in names] == [0] * 6
+
+
+def test_quarantined_slots_are_reported_as_blocks(new_rig: Any) -> None:
+    rig = new_rig(has_sliding_window=True)  # a block is two pages
+    (disk,) = [level for level in rig.manager._storage.levels if level.name == "disk"]
+    pages = np.array([1, 2, 3], np.int32)
+    disk.allocators[0].quarantine(disk.allocators[0].allocate(pages))
+    assert [tier.quarantined_blocks for tier in tier_stats(rig.manager)] == [0, 0, 2]
