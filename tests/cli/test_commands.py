@@ -39,6 +39,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--disk", "/proc/pages:1GiB"), "can not write to /proc/pages"),
         (("--disk", "/tmp:900TiB"), "are free there"),
         (("no/such/model",), "there is no model at no/such/model"),
+        (("~nosuchuser/x",), "~nosuchuser/x: there is no home directory"),
+        (("--disk", "~nosuchuser/x:1GiB"), "~nosuchuser/x: there is no home directory"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:

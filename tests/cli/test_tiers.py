@@ -85,6 +85,12 @@ def test_a_directory_that_can_not_be_is_explained(tmp_path: Path, name: str) -> 
 def test_what_an_earlier_run_left_counts_as_free(tmp_path: Path) -> None:
     before = free_bytes_for(tmp_path)
     # Far more than other programs write in the meantime, on a file system of any use.
-    with open(tmp_path / "pages", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 256 * 1024**2)
-    assert abs(free_bytes_for(tmp_path) - before) < 128 * 1024**2
+    for name, num_lost in (("pool-0.slots", 0), ("film.mkv", 256 * 1024**2)):
+        with open(tmp_path / name, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 256 * 1024**2)
+        assert abs(before - num_lost - free_bytes_for(tmp_path)) < 128 * 1024**2
+
+
+def test_a_directory_that_can_not_be_listed_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--disk: can not look into .*gone: No such file"):
+        free_bytes_for(tmp_path / "gone")

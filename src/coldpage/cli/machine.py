@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import tempfile
@@ -10,13 +11,22 @@ from typing import Final
 
 from coldpage.errors import ConfigurationError
 
-__all__ = ["default_disk_directory", "free_bytes_for", "memory_bytes", "prepare_directory"]
+__all__ = [
+    "default_disk_directory",
+    "expand_user",
+    "free_bytes_for",
+    "memory_bytes",
+    "prepare_directory",
+]
 
 # The limit of a container: version 2, then version 1 of control groups.
 _MEMORY_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+
+# What the disk tier calls its own files.
+_POOL_FILES: Final = "pool-*.slots"
 
 
 def memory_bytes() -> int:
@@ -28,9 +38,17 @@ def memory_bytes() -> int:
     return num_bytes
 
 
+def expand_user(path: str) -> Path:
+    """``path`` with its ``~`` or ``~user`` replaced. Raises ``ConfigurationError``."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"{path}: there is no home directory for that name") from error
+
+
 def default_disk_directory() -> Path:
     """Where the disk tier lives unless told otherwise: under the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or expand_user("~/.cache")
     return Path(cache) / "coldpage" / "disk"
 
 
@@ -46,11 +64,18 @@ def prepare_directory(path: Path) -> None:
 
 
 def free_bytes_for(path: Path) -> int:
-    """Free space for a disk tier in a directory: what an earlier run left there will be reused."""
-    with os.scandir(path) as entries:
-        left_bytes = sum(
-            entry.stat(follow_symlinks=False).st_blocks * 512
-            for entry in entries
-            if entry.is_file(follow_symlinks=False)
-        )
-    return shutil.disk_usage(path).free + left_bytes
+    """Free space for a disk tier in a directory: the pools that an earlier run left there will be
+    reused. Raises ``ConfigurationError``.
+    """
+    try:
+        with os.scandir(path) as entries:
+            left_bytes = sum(
+                entry.stat(follow_symlinks=False).st_blocks * 512
+                for entry in entries
+                if fnmatch.fnmatchcase(entry.name, _POOL_FILES)
+                and entry.is_file(follow_symlinks=False)
+            )
+        return shutil.disk_usage(path).free + left_bytes
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(f"--disk: can not look into {path}: {reason}") from error

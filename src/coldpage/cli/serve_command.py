@@ -7,7 +7,6 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
@@ -16,6 +15,7 @@ from rich.table import Table
 from coldpage.cli.failure import end_with
 from coldpage.cli.machine import (
     default_disk_directory,
+    expand_user,
     free_bytes_for,
     memory_bytes,
     prepare_directory,
@@ -45,10 +45,10 @@ class ServeFlags:
 
 
 def check_model(model: str | None) -> str | None:
-    """The model's absolute path. Raises ``ModelError`` when there is nothing of that name."""
+    """The model's absolute path. Raises ``ColdpageError`` when there is nothing of that name."""
     if model is None:
         return None
-    path = Path(model).expanduser()
+    path = expand_user(model)
     if not path.exists():
         raise ModelError(
             f"there is no model at {model}: give a Hugging Face directory or a .gguf file"
@@ -59,10 +59,8 @@ def check_model(model: str | None) -> str | None:
 def _disk_tier(choice: DiskChoice) -> tuple[str | None, int]:
     if choice.size == AbsoluteSize(0):
         return None, 0
-    if choice.path is None:
-        path = default_disk_directory()
-    else:
-        path = Path(choice.path).expanduser().absolute()
+    named = None if choice.path is None else expand_user(choice.path).absolute()
+    path = named or default_disk_directory()
     prepare_directory(path)
     return str(path), plan_disk(choice.size, free_bytes_for(path))
 
