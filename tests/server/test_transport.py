@@ -83,23 +83,25 @@ def test_requests_arrive_in_order(ends: tuple[EngineChannel, socket.socket]) -> 
 
 
 def test_a_peer_that_goes_is_a_shutdown_after_its_last_request(
-    ends: tuple[EngineChannel, socket.socket],
+    ends: tuple[EngineChannel, socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
     channel, peer = ends
     peer.sendall(encode_frame(GENERATE))
     peer.close()
     assert received(channel, 2) == [GENERATE, Shutdown()]
+    assert caplog.text == ""
     assert channel.peer_gone
     channel.send(Loading("to nobody"))
     assert channel.receive(timeout_s=0.05) == []
 
 
 def test_a_peer_that_talks_nonsense_is_a_shutdown(
-    ends: tuple[EngineChannel, socket.socket],
+    ends: tuple[EngineChannel, socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
     channel, peer = ends
     peer.sendall(b"\x01\x00\x00\x00\xc1")
     assert received(channel, 1) == [Shutdown()]
+    assert "sent what is no message" in caplog.text
 
 
 def test_closing_sends_everything_first(ends: tuple[EngineChannel, socket.socket]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import socket
 import struct
@@ -17,6 +18,7 @@ from coldpage.engine.messages import MAX_FRAME_BYTES, Reply, Request, Shutdown
 
 __all__ = ["EngineChannel", "FrameParser", "ServerChannel", "encode_frame"]
 
+_LOG = logging.getLogger(__name__)
 _LENGTH: Final = struct.Struct("<I")
 _READ_BYTES: Final = 256 * 1024
 # Either queue full makes its producer wait: the socket then pushes back on the other process.
@@ -174,9 +176,12 @@ class EngineChannel:
             while data := self._sock.recv(_READ_BYTES):
                 for payload in parser.feed(data):
                     self._deliver(decoder.decode(payload))
-        except (OSError, msgspec.MsgspecError):
-            # Nothing sensible can follow on this socket: the same as a peer that has gone.
+        except (ConnectionResetError, BrokenPipeError):
             pass
+        except (OSError, msgspec.MsgspecError) as error:
+            # Nothing sensible can follow on this socket: the same as a peer that has gone.
+            if not self._closing.is_set():
+                _LOG.error("the HTTP process sent what is no message: %s", error)
         self._lose_peer()
         self._deliver(Shutdown())
 
