@@ -4,6 +4,7 @@ fail.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coldpage.engine import replay, runner
+from coldpage.engine import verify as verification
 from coldpage.engine.demo import run_demo
+from coldpage.engine.planning import ItemPurpose
+from coldpage.engine.recording import Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
 from coldpage.migration import DiskMoves
+from coldpage.sequence import KVCache
+from coldpage.types import BlockOrdinal, LayerGroupId
 from tests.engine.tiny_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,6 +141,52 @@ def test_an_injection_without_effect_fails(
     status, output = verify(model_path, injection=Injection.FLIP)
     assert status == 1
     assert "did not have the effect" in output
+
+
+def test_blocks_before_a_recomputed_one_are_still_compared(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 0 comes back with other bytes after a later one was recomputed."""
+    on_restored, blobs_on_disk = Recorder.on_restored, KVCache.blobs_on_disk
+    num_damaged = 0
+
+    def damage(self: Recorder, request_id: str, kv_cache: KVCache) -> None:
+        nonlocal num_damaged
+        on_restored(self, request_id, kv_cache)
+        conversation = request_id.partition(" turn ")[0]
+        recomputed = [
+            item.start
+            for step in self.steps
+            for item in step.items
+            if item.purpose is ItemPurpose.RECOMPUTE
+            and item.request_id.startswith(f"{conversation} turn ")
+        ]
+        if recomputed and min(recomputed) > 0:
+            num_damaged += 1
+            self.restores[-1].digests[LayerGroupId(0), BlockOrdinal(0)] = b"other"
+
+    monkeypatch.setattr(KVCache, "blobs_on_disk", lambda self: blobs_on_disk(self)[::-1])
+    monkeypatch.setattr(Recorder, "on_restored", damage)
+    status, output = verify(model_path, injection=Injection.FLIP)
+    assert num_damaged > 0
+    assert status == 1
+    assert output.count("block 0 of layer group 0 came back with other bytes") == num_damaged
+    assert f"\n{num_damaged} differences" in output
+
+
+def test_a_bad_blob_that_nobody_damaged_is_said_to_be_one(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = verification._run_under_pressure
+
+    def on_a_bad_disk(model: Any, options: VerifyOptions, *more: Any) -> Any:
+        return run(model, dataclasses.replace(options, injection=Injection.FLIP), *more)
+
+    monkeypatch.setattr(verification, "_run_under_pressure", on_a_bad_disk)
+    status, output = verify(model_path)
+    assert status == 1
+    assert "blobs failed their checksum, and nothing was damaged on purpose" in output
+    assert "did not have the effect" not in output
 
 
 def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:

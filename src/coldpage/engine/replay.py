@@ -12,6 +12,7 @@ import torch
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.recording import PageHasher, RecordedItem, RecordedRestore, Recorder
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.types import BlockOrdinal
 
 if TYPE_CHECKING:
     from coldpage.manager import KVCacheManager
@@ -61,7 +62,8 @@ class Replay:
         self._runner = runner
         self._hasher = hasher
         self._caches: dict[str, KVCache] = {}
-        self._recomputed: set[str] = set()  # conversations with a recomputed block
+        # The first recomputed block of each conversation that has one.
+        self._first_recomputed: dict[str, BlockOrdinal] = {}
         self._expected: dict[str, int] = {}  # the token that the replay chose last, by request
         self.comparison = Comparison()
 
@@ -80,12 +82,16 @@ class Replay:
     def _compare_pages(self, restore: RecordedRestore) -> None:
         conversation = self._conversation_of(restore.request_id)
         kv_cache = self._caches.get(conversation)
-        if kv_cache is None or conversation in self._recomputed:
+        if kv_cache is None:
             return
+        # Another chunk shape rounds differently, in that block and in what was computed after it.
+        stop = self._first_recomputed.get(conversation)
         expected = self._hasher.digests(
             kv_cache, min(restore.history_length, kv_cache.history_length)
         )
         for place, digest in restore.digests.items():
+            if stop is not None and place[1] >= stop:
+                continue
             if expected.get(place) == digest:
                 self.comparison.num_pages += 1
             else:
@@ -95,17 +101,22 @@ class Replay:
                 )
 
     def _run_step(self, items: tuple[RecordedItem, ...]) -> None:
+        block = self._manager.tokens_per_block
         forks: list[KVCache] = []
         step_items: list[StepItem] = []
         for item in items:
             kv_cache = self._cache_for(item)
             if item.purpose is ItemPurpose.RECOMPUTE:
                 # The same rows take part in the step, but the reference keeps its own bytes.
-                self._recomputed.add(self._conversation_of(item.request_id))
+                self._note_recomputed(item)
                 kv_cache = kv_cache.fork()
                 forks.append(kv_cache)
                 self._resume(kv_cache)
             if kv_cache.history_length > item.start:
+                # A whole block that was lost while nobody held it: prefilled again, it has other
+                # bytes, and content may lead back to either version.
+                if item.start // block < kv_cache.history_length // block:
+                    self._note_recomputed(item)
                 kv_cache.truncate(item.start)
             stop = item.start + item.token_ids.size
             assert kv_cache.history_length == item.start, "the replay lacks history"
@@ -122,6 +133,12 @@ class Replay:
                 self._compare_logits(item, item.logits, output)
         for fork in forks:
             fork.close()
+
+    def _note_recomputed(self, item: RecordedItem) -> None:
+        conversation = self._conversation_of(item.request_id)
+        ordinal = BlockOrdinal(item.start // self._manager.tokens_per_block)
+        first = self._first_recomputed.get(conversation, ordinal)
+        self._first_recomputed[conversation] = min(first, ordinal)
 
     def _cache_for(self, item: RecordedItem) -> KVCache:
         conversation = self._conversation_of(item.request_id)
@@ -153,7 +170,7 @@ class Replay:
         comparison = self.comparison
         where = f"{item.request_id}: logits at position {item.start + item.token_ids.size - 1}"
         self._expected[item.request_id] = int(np.argmax(expected[-1].numpy()))
-        if self._conversation_of(item.request_id) not in self._recomputed:
+        if self._conversation_of(item.request_id) not in self._first_recomputed:
             if torch.equal(seen, expected):
                 comparison.num_rows += len(seen)
             else:

@@ -314,5 +314,10 @@ def _report(
     for sentence in comparison.sentences:
         console.print(f"difference: {sentence}", style="red")
     if not _injection_showed(options, run):
-        console.print("the injected damage did not have the effect it must have", style="red")
+        sentence = (
+            "blobs failed their checksum, and nothing was damaged on purpose"
+            if options.injection is Injection.NONE
+            else "the injected damage did not have the effect it must have"
+        )
+        console.print(sentence, style="red")
     console.print(f"{comparison.num_differences} differences", style="bold")
