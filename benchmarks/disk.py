@@ -7,13 +7,12 @@ concurrency.
 from __future__ import annotations
 
 import mmap
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.kv import BLOCK_BYTES
-from benchmarks.rows import Row, timed_ms
+from benchmarks.rows import Row, scratch_directory, timed_ms
 from coldpage.device.base import IoJob
 from coldpage.device.file import BlockFile
 from coldpage.device.host import HostDevice
@@ -56,7 +55,7 @@ def run(is_quick: bool) -> list[Row]:
         slot_bytes = disk_slot_bytes(payload)
         random = np.random.default_rng(0)
         with (
-            tempfile.TemporaryDirectory(dir=Path.cwd()) as directory,
+            scratch_directory() as directory,
             mmap.mmap(-1, num_slots * slot_bytes) as slab,
         ):
             memory = np.frombuffer(slab, np.uint8)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.kv import BLOCK_BYTES, TOKENS_PER_BLOCK, evict_all, make_manager, write_cache
-from benchmarks.rows import Row, timed_ms
+from benchmarks.rows import Row, scratch_directory, timed_ms
 from coldpage import DiskTierConfig, HostTierConfig, KVCache
 
 __all__ = ["run"]
@@ -61,7 +60,7 @@ def run(is_quick: bool) -> list[Row]:
                     )
                 )
         rows.append(Row("restore from host", config, "one memory copy", ours, rival, "<= 2", False))
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        with scratch_directory() as directory:
             disk = DiskTierConfig(directory, 3 * num_bytes)
             with make_manager(num_blocks + 1, disk) as manager, mmap.mmap(-1, num_bytes) as buffer:
                 kv_cache = write_cache(manager, num_blocks, 1)

@@ -5,9 +5,7 @@ python -m benchmarks resume
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.kv import evict_all
-from benchmarks.rows import Row, timed_ms
+from benchmarks.rows import Row, scratch_directory, timed_ms
 from coldpage import DeviceTierConfig, DiskTierConfig, HostTierConfig, KVCacheManager, ReuseScope
 from coldpage.config import CacheTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager
@@ -111,7 +109,7 @@ def run(is_quick: bool) -> list[Row]:
             3 * (-(-longest // TOKENS_PER_BLOCK) + 2) * block_bytes(model, TOKENS_PER_BLOCK)
         )
         rows += _measure(model, rival, "host", HostTierConfig(cold_bytes), tokens, num_tokens)
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        with scratch_directory() as directory:
             disk = DiskTierConfig(directory, cold_bytes)
             rows += _measure(model, rival, "disk", disk, tokens, num_tokens)
     return rows

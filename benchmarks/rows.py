@@ -8,6 +8,7 @@ import json
 import platform
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,11 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "report", "timed_ms"]
+__all__ = ["Row", "report", "scratch_directory", "timed_ms"]
 
 RESULTS = Path(__file__).parent / "results"
+# Ignored by git, and on the file system of the tree: a temporary directory may be memory.
+SCRATCH = Path(__file__).parent / "out"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class Row:
         """By medians."""
         ours, rival = statistics.median(self.ours_ms), statistics.median(self.rival_ms)
         return rival / ours if self.is_faster_better else ours / rival
+
+
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory for a disk tier, removed at the end of its ``with``."""
+    SCRATCH.mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=SCRATCH)
 
 
 def timed_ms(work: Callable[[], object]) -> float:

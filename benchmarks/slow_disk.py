@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.kv import evict_all
-from benchmarks.rows import Row
+from benchmarks.rows import Row, scratch_directory
 from coldpage import DeviceTierConfig, DiskTierConfig
 from coldpage.device.file import BlockFile
 from coldpage.engine.assembly import block_bytes, build_manager
@@ -67,7 +65,7 @@ def _token_times_ms(model: LoadedModel, delay_s: float) -> list[float]:
     )
     per_block = block_bytes(model, TOKENS_PER_BLOCK)
     hot_blocks = (NUM_COLD + NUM_DECODING + 1) * (CONTEXT_TOKENS + 200) // TOKENS_PER_BLOCK
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory, _slow_reads(delay_s):
+    with scratch_directory() as directory, _slow_reads(delay_s):
         tiers = [
             DeviceTierConfig(hot_blocks * per_block),
             DiskTierConfig(directory, 4 * hot_blocks * per_block),
