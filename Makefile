@@ -62,7 +62,7 @@ format: $(DEV_STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 test-gpu: $(DEV_STAMP) ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m pytest -m gpu $(ARGS) || { status=$$?; [ $$status -eq 5 ] && echo "no GPU tests yet" || exit $$status; }
 
 bench: $(DEV_STAMP) ## every benchmark, each beside its rival; rows go to benchmarks/results
 	$(PY) -m benchmarks $(ARGS)
@@ -75,7 +75,7 @@ fuzz: $(DEV_STAMP) ## long property runs (HYPOTHESIS_SEED=1 repeats one)
 	  $(if $(HYPOTHESIS_SEED),--hypothesis-seed $(HYPOTHESIS_SEED)) tests/property tests/sim $(ARGS)
 
 crash: $(DEV_STAMP) ## kill processes at random points and look for damage
-	$(PY) -m pytest -m crash --timeout 3600 $(ARGS)
+	$(PY) -m pytest -m crash --timeout 3600 $(ARGS) || { status=$$?; [ $$status -eq 5 ] && echo "no crash tests yet" || exit $$status; }
 
 clean: ## remove the virtual environment and every cache in the tree
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
