@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.types import HOT_LEVEL, NO_PAGE, CacheLevel, Int32Array, PageStatus, Priority
+from coldpage.types import HOT_LEVEL, NO_PAGE, Int32Array, PageStatus, Priority
 
-__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "PageTable", "level_bit"]
+__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "PageTable"]
 
 DEFAULT_PRIORITY: Final = Priority(35)
 HOT_BIT: Final = np.uint8(1 << HOT_LEVEL)
@@ -37,11 +37,6 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "last_use": np.int64,
     "num_accesses": np.int32,
 }
-
-
-def level_bit(level: CacheLevel) -> np.uint8:
-    """The bit of a level in ``present``, ``reserved`` and ``busy``."""
-    return np.uint8(1 << level)
 
 
 class PageTable:

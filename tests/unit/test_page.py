@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coldpage.page import HOT_BIT, PageTable, level_bit
-from coldpage.types import NO_PAGE, CacheLevel, PageStatus, Priority
+from coldpage.page import PageTable
+from coldpage.types import NO_PAGE, PageStatus, Priority
 
 _STATE = ("present", "reserved", "busy", "is_missing", "is_protected", "num_refs", "num_locks")
 _REST = ("life_cycle", "ordinal", "node", "priority", "last_use", "num_accesses")
@@ -98,13 +98,6 @@ def test_the_level_is_the_hottest_with_a_copy(bits: list[int]) -> None:
     table.present[pages] = bits
     expected = [next((lv for lv in range(4) if b >> lv & 1), 4) for b in bits]
     assert table.level_of(pages).tolist() == expected
-
-
-def test_eight_levels_have_a_bit_each() -> None:
-    bits = [int(level_bit(CacheLevel(lv))) for lv in range(8)]
-    assert sum(bits) == 255
-    assert bits[0] == HOT_BIT
-    assert level_bit(CacheLevel(7)).dtype == np.uint8
 
 
 def _one_page() -> tuple[PageTable, np.ndarray]:

@@ -67,11 +67,3 @@ class LevelPools:
         num_slots = self.allocators[pool_group].num_slots
         pages_of_block = int(np.count_nonzero(self.pool_group_of == pool_group))
         return min(num_slots, max(pages_of_block, int(num_slots * max_utilization)))
-
-    def close(self) -> None:
-        """Free the memory and close the files."""
-        for pools in self.memory:
-            for pool in pools:
-                pool.close()
-        for disk_pool in self.disk:
-            disk_pool.close()
