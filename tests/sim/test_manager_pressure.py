@@ -80,7 +80,7 @@ def test_eviction_does_not_wait_for_slow_reads(
         read_some = BlockFile._read_some
 
         def slow(self: BlockFile, buffers: list[memoryview], offset: int) -> int:
-            time.sleep(0.2)
+            time.sleep(0.5)
             return read_some(self, buffers, offset)
 
         monkeypatch.setattr(BlockFile, "_read_some", slow)
@@ -89,7 +89,7 @@ def test_eviction_does_not_wait_for_slow_reads(
         assert growing.resume()
         started = time.perf_counter()
         assert growing.resize(16 * PER_BLOCK)  # at the cost of the idle ones
-        assert time.perf_counter() - started < 0.15
+        assert time.perf_counter() - started < 0.4
         assert not cold.is_ready()
         cold.synchronize()
         assert cold.missing_blocks() == []
