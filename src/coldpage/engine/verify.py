@@ -70,13 +70,16 @@ def _conversation_tokens(options: VerifyOptions) -> int:
 
 def _sizes(options: VerifyOptions, bytes_per_block: int) -> _Sizes:
     blocks = -(-_conversation_tokens(options) // options.tokens_per_block) + 1
-    num_disk = 1 if options.injection is Injection.FULL else 2 * options.num_conversations
     per_conversation = blocks * bytes_per_block
+    # Too small: host and disk hold fewer blocks than the idle sessions, whose pages go last.
+    is_full = options.injection is Injection.FULL
+    disk = per_conversation // 4 if is_full else 2 * options.num_conversations * per_conversation
+    num_host = _NUM_HOST_CONVERSATIONS // 2 if is_full else _NUM_HOST_CONVERSATIONS
     return _Sizes(
         hot=int(options.num_hot_conversations * per_conversation / MAX_LOCKED_FRACTION)
         + bytes_per_block,
-        host=_NUM_HOST_CONVERSATIONS * per_conversation,
-        disk=num_disk * per_conversation,
+        host=num_host * per_conversation,
+        disk=disk,
     )
 
 
