@@ -464,9 +464,9 @@ def test_a_lost_page_that_two_sequences_share_is_recomputed_once(new_rig: Any) -
     rig.manager.faults.flip_on_disk = {2, 6}
     rig.run()
     rig.check_tokens()
-    assert ("b", [2, 6]) in rig.recorder.restored
-    assert rig.purposes("a")["recompute"] == 2
-    assert rig.purposes("b")["recompute"] == 0
+    # Which of them is ready first is the disk's choice; either way each block is computed once.
+    assert [2, 6] in [missing for _, missing in rig.recorder.restored]
+    assert rig.purposes("a")["recompute"] + rig.purposes("b")["recompute"] == 2
 
 
 def test_recomputing_goes_on_while_others_decode_and_after_preemption(new_rig: Any) -> None:
