@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
 from coldpage.config import CacheTierConfig, KVCacheManagerConfig
 from coldpage.engine.model import LoadedModel, manager_layers
+from coldpage.engine.requests import TextStream
+from coldpage.engine.steps import ServedModel
 from coldpage.errors import ModelError
 from coldpage.manager import KVCacheManager
+from coldpage.types import Int32Array
 
-__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "choose_dtype"]
+__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "choose_dtype", "served_model"]
 
 # Of the hot level; the rest is what running sequences grow into.
 MAX_LOCKED_FRACTION: Final = 0.97
@@ -50,4 +53,23 @@ def build_manager(
             MAX_LOCKED_FRACTION,
             model.fingerprint,
         )
+    )
+
+
+def served_model(
+    model: LoadedModel,
+    manager: KVCacheManager,
+    new_text: Callable[[tuple[str, ...], Int32Array], TextStream],
+) -> ServedModel:
+    """What a scheduler needs to know of ``model``; ``new_text`` makes the text stream of an answer
+    from its stop strings and its prompt.
+    """
+    return ServedModel(
+        context_tokens=model.context_tokens,
+        vocab_size=model.model.config.get_text_config().vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
+        tier_names=tuple(level.name for level in manager.stats().levels),
+        new_text=new_text,
+        device=model.model.device,
     )

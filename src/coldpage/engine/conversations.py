@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from coldpage.engine.assembly import served_model
 from coldpage.engine.messages import Failed, Finished, SamplingParams, Usage
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.scheduler import Scheduler
@@ -99,15 +100,7 @@ class _NoText:
 
 def serve_tokens(model: LoadedModel, manager: KVCacheManager) -> ServedModel:
     """What a scheduler needs to know of ``model`` when nobody reads text."""
-    return ServedModel(
-        context_tokens=model.context_tokens,
-        vocab_size=model.model.config.get_text_config().vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
-        tier_names=tuple(level.name for level in manager.stats().levels),
-        new_text=lambda stop, prompt: _NoText(),
-        device=model.model.device,
-    )
+    return served_model(model, manager, lambda stop, prompt: _NoText())
 
 
 def play(

@@ -19,21 +19,20 @@ import msgspec
 
 from coldpage.config import CacheTierConfig, DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine.admission import EngineLimits
-from coldpage.engine.assembly import build_manager, choose_dtype
+from coldpage.engine.assembly import build_manager, choose_dtype, served_model
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
 from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
 from coldpage.engine.model import LoadedModel, load_model
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
-from coldpage.engine.steps import ServedModel
 from coldpage.engine.telemetry import tier_stats
 from coldpage.engine.text import IncrementalText
 from coldpage.engine.transport import EngineChannel
 from coldpage.errors import ColdpageError, ConfigurationError
 from coldpage.manager import KVCacheManager
 
-__all__ = ["cache_tiers", "main", "served_model"]
+__all__ = ["cache_tiers", "main"]
 
 _EXIT_FAILED: Final = 1
 _EXIT_NOT_STARTED: Final = 2
@@ -51,19 +50,6 @@ def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
             raise ConfigurationError("the disk tier has a size and no path: give it a directory")
         tiers.append(DiskTierConfig(settings.disk_path, settings.disk_bytes))
     return tuple(tiers)
-
-
-def served_model(model: LoadedModel, manager: KVCacheManager) -> ServedModel:
-    """What a scheduler needs to know of ``model`` to answer with text."""
-    return ServedModel(
-        context_tokens=model.context_tokens,
-        vocab_size=model.model.config.get_text_config().vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
-        tier_names=tuple(level.name for level in manager.stats().levels),
-        new_text=lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
-        device=model.model.device,
-    )
 
 
 class _Termination:
@@ -125,7 +111,12 @@ def _start_and_serve(
                 # Those that will fill the batch pass through the queue too.
                 max_waiting=settings.max_batch + settings.max_waiting,
             )
-            scheduler = Scheduler(runner, manager, served_model(model, manager), limits)
+            served = served_model(
+                model,
+                manager,
+                lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
+            )
+            scheduler = Scheduler(runner, manager, served, limits)
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error
         return _serve(channel, model, manager, scheduler, termination)
