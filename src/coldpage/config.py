@@ -5,22 +5,25 @@ It stops at the constructors of the manager; below, plain values travel.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from coldpage.errors import ConfigurationError
-from coldpage.types import BufferRole, CacheTier, LayerId
+from coldpage.types import BufferRole, CacheTier, CodecIdentity, LayerId
 
 __all__ = [
     "MAX_CACHE_TIERS",
     "AttentionLayerConfig",
+    "BatchDesc",
     "BufferConfig",
     "CacheTierConfig",
     "DeviceTierConfig",
     "DiskTierConfig",
     "HostTierConfig",
+    "KVCacheDesc",
     "KVCacheManagerConfig",
     "ReuseScope",
 ]
@@ -54,9 +57,10 @@ class DeviceTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class HostTierConfig:
-    """A cold level in host memory."""
+    """A cold level in host memory. ``codec`` makes its cold pages; None: the manager's."""
 
     quota_bytes: int
+    codec: CodecIdentity | None = None
 
     @property
     def tier(self) -> CacheTier:
@@ -66,10 +70,13 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiskTierConfig:
-    """A cold level in files of fixed-size slots under the directory ``path``."""
+    """A cold level in files of fixed-size slots under the directory ``path``. ``codec`` makes its
+    cold pages; None: the manager's.
+    """
 
     path: str
     quota_bytes: int
+    codec: CodecIdentity | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -142,14 +149,64 @@ class ReuseScope:
 
 
 @dataclass(frozen=True, slots=True)
+class KVCacheDesc:
+    """One sequence of a batch, in numbers: room for ``capacity`` tokens, of which
+    ``history_length`` are written.
+    """
+
+    capacity: int
+    history_length: int
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.history_length <= self.capacity and self.capacity > 0,
+            f"a sequence with a capacity of {self.capacity} and a history of {self.history_length} "
+            "tokens can not be: use 0 <= history_length <= capacity, and a capacity of at least 1",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDesc:
+    """Sequences that are active at the same time. The first ``system_prompt_length`` tokens are the
+    same in all of them, and so are their whole blocks.
+    """
+
+    kv_caches: tuple[KVCacheDesc, ...]
+    system_prompt_length: int = 0
+
+    def __post_init__(self) -> None:
+        _require(len(self.kv_caches) > 0, "a batch needs at least one sequence")
+        _require(
+            0 <= self.system_prompt_length <= min(c.capacity for c in self.kv_caches),
+            f"a system prompt of {self.system_prompt_length} tokens does not fit every sequence of "
+            "the batch: make it shorter or the capacities larger",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheManagerConfig:
-    """Everything a manager needs to know; ``cache_tiers`` in order from hot to cold."""
+    """Everything a manager needs to know; ``cache_tiers`` in order from hot to cold.
+
+    The quota of each tier is divided between the layer groups by ``initial_pool_ratio``, one share
+    of the hot bytes for each in the order of their ids; without it as ``typical_step`` needs them;
+    without that as the ``constraints`` do; and without any as one sequence of 4,096 tokens does.
+    The hot level has room for each of the ``constraints`` in any case.
+
+    With ``separate_sink_pages`` the pages of the first block are a class of their own, which a
+    codec may keep in another form. The hot level keeps ``free_watermark`` of its slots free, for
+    sequences that come next.
+    """
 
     tokens_per_block: int
     cache_tiers: tuple[CacheTierConfig, ...]
     layers: tuple[AttentionLayerConfig, ...]
     max_util_for_resume: float = 0.97
     model_fingerprint: bytes = field(default=b"", repr=False)
+    initial_pool_ratio: tuple[float, ...] | None = None
+    typical_step: BatchDesc | None = None
+    constraints: tuple[BatchDesc, ...] = ()
+    separate_sink_pages: bool = False
+    free_watermark: float = 0.0
 
     def __post_init__(self) -> None:
         _require(
@@ -162,6 +219,15 @@ class KVCacheManagerConfig:
         _require(
             0.0 < self.max_util_for_resume <= 1.0,
             f"max_util_for_resume is {self.max_util_for_resume}: it must lie in (0, 1]",
+        )
+        _require(
+            0.0 <= self.free_watermark < 1.0,
+            f"free_watermark is {self.free_watermark}: it must lie in [0, 1), 0 for none",
+        )
+        ratio = self.initial_pool_ratio
+        _require(
+            ratio is None or all(math.isfinite(share) and share > 0 for share in ratio),
+            f"initial_pool_ratio is {ratio}: give a positive share for each layer group",
         )
         _require(
             len(self.cache_tiers) > 0 and isinstance(self.cache_tiers[0], DeviceTierConfig),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Final, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ __all__ = [
     "ByteRange",
     "CacheLevel",
     "CacheTier",
+    "CodecIdentity",
+    "DeviceArray",
     "HalfOpenRange",
     "Int32Array",
     "Int64Array",
@@ -33,6 +35,7 @@ __all__ = [
     "LayerId",
     "LifeCycleId",
     "MemAddress",
+    "PageClass",
     "PageId",
     "PageIndexLocation",
     "PageStatus",
@@ -87,11 +90,29 @@ class PageStatus(enum.Enum):
     DROPPABLE = "droppable"  # committed and nobody's: it may vanish
 
 
+class PageClass(enum.Enum):
+    """Which pages of a layer group may differ in cold format. Hot pages do not differ."""
+
+    SINK = "sink"  # of the first block, on whose tokens attention leans
+    BODY = "body"  # of every other block, or of all where sinks are no class of their own
+
+
 class PageIndexLocation(enum.Enum):
     """Where a codec wants its array of index pairs."""
 
     HOST = "host"  # a numpy array, valid until the codec call returns
     DEVICE = "device"  # device memory, valid until the enqueued work completes
+
+
+class CodecIdentity(Protocol):
+    """What a configuration knows of a codec. Equal names, versions and parameters mean equal cold
+    pages.
+    """
+
+    codec_id: str
+    version: int
+    parameters: str
+    is_lossless: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +146,11 @@ class ByteRange:
 
     address: MemAddress
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """``size`` items in device memory from ``address`` on; the reader knows their dtype."""
+
+    address: MemAddress
+    size: int

@@ -16,24 +16,33 @@ import numpy.typing as npt
 from coldpage.device.base import Stream
 from coldpage.types import (
     BufferId,
+    DeviceArray,
+    Int32Array,
     LayerGroupId,
     LifeCycleId,
     MemAddress,
+    PageClass,
     PageIndexLocation,
     PoolGroupIndex,
     PoolIndex,
 )
 
 __all__ = [
+    "BlockOrdinals",
     "BufferDesc",
     "ColdPageCodec",
     "LifeCycleDesc",
     "PageIndexPairs",
+    "PageIndices",
     "PoolDesc",
     "PoolGroupDesc",
 ]
 
+# A PAGE_INDEX_PAIR array [num_pages].
 PageIndexPairs = npt.NDArray[np.void]
+# The same for a codec that wants its indices in device memory, and the ordinals beside them.
+PageIndices = PageIndexPairs | DeviceArray
+BlockOrdinals = Int32Array | DeviceArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,16 @@ class LifeCycleDesc:
 
     life_cycle_id: LifeCycleId
     layer_group_id: LayerGroupId
+    page_class: PageClass
     buffers: tuple[BufferDesc, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDesc:
-    """A hot pool: page ``slot`` has its contribution at ``base_address + slot * slot_bytes``."""
+    """A hot pool: page ``slot`` has its contribution at ``base_address + slot * slot_bytes``.
+
+    The base address holds for the life of the manager, also when the level changes its size.
+    """
 
     pool_index: PoolIndex
     base_address: MemAddress
@@ -66,7 +79,10 @@ class PoolDesc:
 
 @dataclass(frozen=True, slots=True)
 class PoolGroupDesc:
-    """A hot pool group: pools that share slot ids, and the life cycles whose pages live there."""
+    """A hot pool group: pools that share slot ids, and the life cycles whose pages live there.
+
+    ``num_slots`` is the number at the start; slot ids run up to it, or beyond after a resize.
+    """
 
     pool_group_index: PoolGroupIndex
     num_slots: int
@@ -77,14 +93,17 @@ class PoolGroupDesc:
 class ColdPageCodec(abc.ABC):
     """Transforms pages between the hot and the cold representation.
 
-    One manager consumes one codec.
+    One manager consumes one codec, by the call that takes it, whether that succeeds or not.
     """
 
-    # Names the cold format in keys and on disk: together they decide whether a stored blob can be
-    # read.
+    # These name the cold format in keys and on disk: together they decide whether a stored blob can
+    # be read. ``parameters`` is whatever else changes the bytes, such as a group size.
     codec_id: str
     version: int = 1
+    parameters: str = ""
     is_lossless: bool = False
+    # Whether ``encode`` and ``decode`` need to know which block of its sequence each page is.
+    needs_positions: bool = False
     # Set by the manager that takes the codec, for good.
     is_consumed: bool = False
 
@@ -102,29 +121,38 @@ class ColdPageCodec(abc.ABC):
         """
 
     def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        """The smallest life cycle whose pages encode and decode exactly alike; itself disables
-        batching.
+        """The smallest life cycle of the same hot pool group whose pages encode and decode exactly
+        alike: same algorithm, parameters, size and bytes. The pages of any members of such a class
+        may then share a call, which names the smallest. Returning the argument disables that.
         """
         return life_cycle_id
 
     @abc.abstractmethod
     def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        """Where ``encode`` and ``decode`` want ``page_indices``."""
+        """Where ``encode`` and ``decode`` want ``page_indices``; the same for a whole batching
+        class.
+        """
 
     @abc.abstractmethod
     def encode(
         self,
         life_cycle_id: LifeCycleId,
         dst_base: MemAddress,
-        page_indices: PageIndexPairs,
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
         """Enqueue hot -> cold for each pair ``(dst, src)``: hot slot ``src`` becomes the cold page
         at ``dst_base + dst * cold_page_bytes``.
 
-        ``page_indices`` is a PAGE_INDEX_PAIR array [num_pages], valid until the call returns
-        (HOST). Does not synchronise. Raises SubmissionError when it could not enqueue; then it has
-        enqueued nothing.
+        ``page_indices`` holds PAGE_INDEX_PAIRs [num_pages]. For HOST it is a numpy array, valid
+        until the call returns; for DEVICE it names device memory, valid until the work enqueued
+        here completes, and for use on ``stream`` only. ``block_ordinals`` [num_pages] int32 lies in
+        the same place, and is None unless ``needs_positions``.
+
+        Does not synchronise, and may use ``dst_base`` in the enqueued work only. Success means
+        submitted, not done. Raises SubmissionError when it could not enqueue; then nothing that was
+        enqueued writes to a hot slot or counts as a cold page.
         """
 
     @abc.abstractmethod
@@ -132,9 +160,13 @@ class ColdPageCodec(abc.ABC):
         self,
         life_cycle_id: LifeCycleId,
         src_base: MemAddress,
-        page_indices: PageIndexPairs,
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
         """Enqueue cold -> hot for each pair ``(dst, src)``: the cold page at ``src_base + src *
         cold_page_bytes`` becomes hot slot ``dst``. Contract as ``encode``.
         """
+
+    def close(self) -> None:
+        """Let go of everything. Called once: when the manager closes, or could not be built."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from coldpage.types import ByteRange, Int64Array, MemAddress
 
 __all__ = [
+    "Accesses",
     "Completion",
     "Device",
     "Event",
@@ -31,6 +32,9 @@ __all__ = [
     "MemoryKind",
     "Stream",
 ]
+
+
+Accesses = Sequence[ByteRange] | Callable[[], Sequence[ByteRange]]
 
 
 class MemoryKind(enum.Enum):
@@ -69,11 +73,13 @@ class Stream(abc.ABC):
         self,
         work: Callable[[], None],
         *,
-        reads: Sequence[ByteRange],
-        writes: Sequence[ByteRange],
+        reads: Accesses,
+        writes: Accesses,
     ) -> None:
         """Enqueue ``work``, which touches exactly the ranges named.
 
+        Where they are known only once earlier work on the stream has run, such as addresses that
+        lie in device memory, a function names them: it is called just before ``work`` runs.
         Raises SubmissionError, enqueuing nothing.
         """
 
@@ -84,6 +90,13 @@ class Stream(abc.ABC):
 
         The arrays are consumed before the call returns. Destinations must not overlap each other or
         any source. Raises SubmissionError, enqueuing nothing.
+        """
+
+    @abc.abstractmethod
+    def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
+        """Enqueue the copy of ``data`` [num_bytes], ordinary memory of the host, to ``dst``.
+
+        The array is consumed before the call returns. Raises SubmissionError, enqueuing nothing.
         """
 
     @abc.abstractmethod
@@ -111,12 +124,21 @@ class Memory(abc.ABC):
     kind: MemoryKind
     address: MemAddress
     num_bytes: int
+    max_bytes: int  # how far ``resize`` can go
 
     @property
     @abc.abstractmethod
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes as a writable array [num_bytes]; raises DeviceError where the host can not
-        reach them.
+        reach them. After a ``resize`` ask for it again.
+        """
+
+    @abc.abstractmethod
+    def resize(self, num_bytes: int) -> None:
+        """Grow or shrink in place: the address stays, and so does what both sizes share.
+
+        Nothing may be in flight on what is cut off. Raises DeviceError, changing nothing, when
+        there is not enough memory or ``num_bytes`` is over ``max_bytes``.
         """
 
     @abc.abstractmethod
@@ -165,8 +187,11 @@ class Device(abc.ABC):
     io: IoExecutor
 
     @abc.abstractmethod
-    def allocate(self, num_bytes: int, kind: MemoryKind) -> Memory:
-        """Memory aligned to 4096 bytes. Raises DeviceError when there is not enough."""
+    def allocate(self, num_bytes: int, kind: MemoryKind, *, is_growable: bool = False) -> Memory:
+        """Memory aligned to 4096 bytes. Growable memory has addresses set aside, so that it can be
+        resized up to a ``max_bytes`` that the device chooses. Raises DeviceError when there is not
+        enough.
+        """
 
     @abc.abstractmethod
     def create_stream(self, name: str) -> Stream:
