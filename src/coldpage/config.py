@@ -60,7 +60,7 @@ class HostTierConfig:
     """A cold level in host memory. ``codec`` makes its cold pages; None: the manager's."""
 
     quota_bytes: int
-    codec: CodecIdentity | None = None
+    codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
 
     @property
     def tier(self) -> CacheTier:
@@ -76,7 +76,7 @@ class DiskTierConfig:
 
     path: str
     quota_bytes: int
-    codec: CodecIdentity | None = None
+    codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require(
@@ -177,7 +177,11 @@ class BatchDesc:
     def __post_init__(self) -> None:
         _require(len(self.kv_caches) > 0, "a batch needs at least one sequence")
         _require(
-            0 <= self.system_prompt_length <= min(c.capacity for c in self.kv_caches),
+            self.system_prompt_length >= 0,
+            f"a system prompt of {self.system_prompt_length} tokens can not be: use 0 for none",
+        )
+        _require(
+            self.system_prompt_length <= min(c.capacity for c in self.kv_caches),
             f"a system prompt of {self.system_prompt_length} tokens does not fit every sequence of "
             "the batch: make it shorter or the capacities larger",
         )
@@ -226,9 +230,12 @@ class KVCacheManagerConfig:
         )
         ratio = self.initial_pool_ratio
         _require(
-            ratio is None or all(math.isfinite(share) and share > 0 for share in ratio),
+            ratio is None or (len(ratio) > 0 and all(0 < share < math.inf for share in ratio)),
             f"initial_pool_ratio is {ratio}: give a positive share for each layer group",
         )
+        self._require_tiers()
+
+    def _require_tiers(self) -> None:
         _require(
             len(self.cache_tiers) > 0 and isinstance(self.cache_tiers[0], DeviceTierConfig),
             "the first cache tier must be a DeviceTierConfig: the level that attention reads",

@@ -1,44 +1,36 @@
-"""Pure integers: layers to layer groups to pools to pool groups, per level, and quotas to slot
-counts.
+"""Layers to layer groups to life cycles, and life cycles to the pool groups of each level.
 
-No memory is touched here. A pool-group index means something only together with its level, so the
-two representations have classes of their own: ``HotLayout`` and ``ColdLayout``.
+A pool-group index means something only together with its level, so the two representations have
+classes of their own: ``HotLayout`` and ``ColdLayout``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from coldpage.config import AttentionLayerConfig, BufferConfig
-from coldpage.errors import ConfigurationError
 from coldpage.types import (
+    BlockOrdinal,
     BufferId,
     HalfOpenRange,
     LayerGroupId,
     LayerId,
     LifeCycleId,
+    PageClass,
     PoolGroupIndex,
     PoolIndex,
 )
 
 __all__ = [
-    "TYPICAL_SEQUENCE_TOKENS",
     "BufferPlacement",
     "ColdLayout",
     "HotLayout",
     "LayerGroup",
     "LifeCycle",
     "cold_layout",
-    "cold_slot_counts",
     "hot_layout",
-    "hot_slot_counts",
 ]
-
-# The length of the sequence that decides how a quota is shared between full and sliding-window
-# groups.
-TYPICAL_SEQUENCE_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +70,13 @@ class BufferPlacement:
 
 @dataclass(frozen=True, slots=True)
 class LifeCycle:
-    """The stable internal key of a kind of page, and the layout of its hot page."""
+    """The stable internal key of a kind of page, a layer group and a page class, and the layout of
+    its hot page.
+    """
 
     life_cycle_id: LifeCycleId
     layer_group_id: LayerGroupId
+    page_class: PageClass
     hot_pool_group: PoolGroupIndex
     buffers: tuple[BufferPlacement, ...]
 
@@ -99,6 +94,27 @@ class HotLayout:
     def page_bytes(self, life_cycle_id: LifeCycleId) -> int:
         """Bytes of one hot page over all its pools."""
         return sum(self.slot_bytes[self.life_cycles[life_cycle_id].hot_pool_group])
+
+    @property
+    def num_classes(self) -> int:
+        """How many life cycles each layer group has: 2 where sinks are a class of their own."""
+        return len(self.life_cycles) // len(self.layer_groups)
+
+    def life_cycle_of(
+        self, layer_group_id: LayerGroupId, block_ordinal: BlockOrdinal
+    ) -> LifeCycleId:
+        """The life cycle of a block's page in a layer group."""
+        # The sink class comes first; where it is missing the body is the only one.
+        is_last_class = block_ordinal > 0 or self.num_classes == 1
+        return LifeCycleId((layer_group_id + 1) * self.num_classes - (1 if is_last_class else 2))
+
+    def layer_groups_of(self, pool_group: PoolGroupIndex) -> tuple[LayerGroupId, ...]:
+        """The layer groups whose pages live in a hot pool group."""
+        return tuple(
+            dict.fromkeys(
+                lc.layer_group_id for lc in self.life_cycles if lc.hot_pool_group == pool_group
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +149,16 @@ def _place_buffers(
     return tuple(placements), tuple(filled)
 
 
-def hot_layout(layers: Sequence[AttentionLayerConfig]) -> HotLayout:
+def hot_layout(
+    layers: Sequence[AttentionLayerConfig], *, separate_sinks: bool = False
+) -> HotLayout:
     """Group layers by window and sinks; groups whose slots have equal pool sizes share a hot pool
     group.
+
+    A layer group is one life cycle, or with ``separate_sinks`` two: that of the first block's pages
+    and then that of the rest. Their hot pages are alike.
     """
+    classes = (PageClass.SINK, PageClass.BODY) if separate_sinks else (PageClass.BODY,)
     by_kind: dict[tuple[int | None, int], list[AttentionLayerConfig]] = {}
     for layer in layers:
         by_kind.setdefault((layer.sliding_window_tokens, layer.num_sink_tokens), []).append(layer)
@@ -150,9 +172,11 @@ def hot_layout(layers: Sequence[AttentionLayerConfig]) -> HotLayout:
         if pool_bytes not in slot_bytes:
             slot_bytes.append(pool_bytes)
         pool_group = PoolGroupIndex(slot_bytes.index(pool_bytes))
-        life_cycles.append(
-            LifeCycle(LifeCycleId(len(life_cycles)), group_id, pool_group, placements)
-        )
+        for page_class in classes:
+            life_cycle_id = LifeCycleId(len(life_cycles))
+            life_cycles.append(
+                LifeCycle(life_cycle_id, group_id, page_class, pool_group, placements)
+            )
     return HotLayout(tuple(layer_groups), tuple(life_cycles), tuple(slot_bytes))
 
 
@@ -164,66 +188,3 @@ def cold_layout(cold_page_bytes: Sequence[int]) -> ColdLayout:
     return ColdLayout(
         tuple(PoolGroupIndex(slot_bytes.index(b)) for b in cold_page_bytes), slot_bytes
     )
-
-
-def _typical_slots(layout: HotLayout, tokens_per_block: int) -> list[int]:
-    """Slot-count weight by life cycle: the live blocks of a sequence of typical length."""
-    groups = layout.layer_groups
-    return [
-        max(1, groups[lc.layer_group_id].live_blocks(TYPICAL_SEQUENCE_TOKENS, tokens_per_block))
-        for lc in layout.life_cycles
-    ]
-
-
-def hot_slot_counts(layout: HotLayout, quota_bytes: int, tokens_per_block: int) -> tuple[int, ...]:
-    """Slots by hot pool group that fit the quota, shared as a typical sequence needs them.
-
-    Raises ConfigurationError when a pool group can not hold its pages of one block.
-    """
-    weights = _typical_slots(layout, tokens_per_block)
-    total = 0
-    group_weight = [0] * len(layout.slot_bytes)
-    pages_of_block = [0] * len(layout.slot_bytes)
-    for weight, lc in zip(weights, layout.life_cycles, strict=True):
-        total += weight * layout.page_bytes(lc.life_cycle_id)
-        group_weight[lc.hot_pool_group] += weight
-        pages_of_block[lc.hot_pool_group] += 1
-    # Whole numbers: a sum of rounded shares may come out a slot short.
-    counts = tuple(quota_bytes * w // total for w in group_weight)
-    if any(count < pages for count, pages in zip(counts, pages_of_block, strict=True)):
-        block = sum(layout.page_bytes(lc.life_cycle_id) for lc in layout.life_cycles)
-        needed = max(
-            -(-total * pages // w) for pages, w in zip(pages_of_block, group_weight, strict=True)
-        )
-        raise ConfigurationError(
-            f"the hot tier of {quota_bytes:,} bytes can not hold one block of {tokens_per_block} "
-            f"tokens: a block takes {block:,} bytes; give it at least {needed:,} bytes"
-        )
-    return counts
-
-
-def cold_slot_counts(
-    hot: HotLayout,
-    cold: ColdLayout,
-    slot_stride_bytes: Sequence[int],
-    quota_bytes: int,
-    tokens_per_block: int,
-) -> tuple[int, ...]:
-    """Slots by cold pool group within the quota, keeping the slot-count proportions of the layer
-    groups.
-
-    ``slot_stride_bytes`` is what a slot really takes on the medium, by cold pool group. Raises
-    ConfigurationError when a pool group would get no slot at all.
-    """
-    weights = [0] * len(cold.slot_bytes)
-    for lc, weight in zip(hot.life_cycles, _typical_slots(hot, tokens_per_block), strict=True):
-        weights[cold.pool_group_of[lc.life_cycle_id]] += weight
-    total = sum(w * stride for w, stride in zip(weights, slot_stride_bytes, strict=True))
-    counts = tuple(quota_bytes * w // total for w in weights)
-    if min(counts) < 1:
-        needed = max(-(-total // w) for w in weights)
-        raise ConfigurationError(
-            f"a cold tier of {quota_bytes:,} bytes can not hold one page of each kind; "
-            f"give it at least {needed:,} bytes, or leave the tier out"
-        )
-    return counts
