@@ -8,12 +8,15 @@ from coldpage.codecs.base import (
     PoolGroupDesc,
 )
 from coldpage.codecs.concat import create_default_cold_page_codec
+from coldpage.codecs.configured import ConfiguredCodec, take_codec
 
 __all__ = [
     "BufferDesc",
     "ColdPageCodec",
+    "ConfiguredCodec",
     "LifeCycleDesc",
     "PoolDesc",
     "PoolGroupDesc",
     "create_default_cold_page_codec",
+    "take_codec",
 ]

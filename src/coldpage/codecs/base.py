@@ -168,5 +168,5 @@ class ColdPageCodec(abc.ABC):
         cold_page_bytes`` becomes hot slot ``dst``. Contract as ``encode``.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most codecs hold nothing
         """Let go of everything. Called once: when the manager closes, or could not be built."""

@@ -7,23 +7,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coldpage.codecs.base import ColdPageCodec, PageIndexPairs, PoolGroupDesc
+from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
 from coldpage.device.base import Stream
 from coldpage.errors import CodecError, UsageError
-from coldpage.types import Int64Array, LifeCycleId, MemAddress, PageIndexLocation
+from coldpage.types import Int32Array, Int64Array, LifeCycleId, MemAddress, PageIndexLocation
 
 __all__ = ["create_default_cold_page_codec"]
 
 
 @dataclass(frozen=True, slots=True)
 class _PageShape:
-    """One pool group as arrays over its pools [num_pools]."""
+    """One pool group as columns over its pools [num_pools, 1].
+
+    Descriptors come pool by pool: numpy's inner loop then runs over pages, not over the few pools.
+    """
 
     hot_base: Int64Array
     hot_stride: Int64Array
     cold_offset: Int64Array
     cold_page_bytes: int
     representative: LifeCycleId
+
+    def hot_addresses(self, slots: Int32Array) -> Int64Array:
+        """Of every pool's part of the pages in ``slots``, [num_pools * num_pages]."""
+        addresses = slots.astype(np.int64) * self.hot_stride
+        addresses += self.hot_base
+        return addresses.reshape(-1)
+
+    def cold_addresses(self, base: MemAddress, indices: Int32Array) -> Int64Array:
+        """Where those parts lie in the cold pages."""
+        pages = indices.astype(np.int64)
+        pages *= self.cold_page_bytes
+        return (pages + (self.cold_offset + base)).reshape(-1)
+
+    def sizes(self, num_pages: int) -> Int64Array:
+        """Of those parts."""
+        return np.repeat(self.hot_stride, num_pages)
 
 
 class _ConcatCodec(ColdPageCodec):
@@ -37,15 +56,15 @@ class _ConcatCodec(ColdPageCodec):
 
     def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
         for group in pool_groups:
-            sizes = np.array([p.slot_bytes for p in group.pools], np.int64)
+            sizes = np.array([[p.slot_bytes] for p in group.pools], np.int64)
             if not group.life_cycles:
                 raise CodecError(
                     f"pool group {group.pool_group_index} has no life cycle: leave it out"
                 )
             shape = _PageShape(
-                hot_base=np.array([p.base_address for p in group.pools], np.int64),
+                hot_base=np.array([[p.base_address] for p in group.pools], np.int64),
                 hot_stride=sizes,
-                cold_offset=np.cumsum(sizes) - sizes,
+                cold_offset=np.cumsum(sizes, axis=0) - sizes,
                 cold_page_bytes=int(sizes.sum()),
                 representative=min(lc.life_cycle_id for lc in group.life_cycles),
             )
@@ -66,25 +85,29 @@ class _ConcatCodec(ColdPageCodec):
         self,
         life_cycle_id: LifeCycleId,
         dst_base: MemAddress,
-        page_indices: PageIndexPairs,
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
+        assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
-        cold = self._cold_addresses(shape, dst_base, page_indices["dst"])
-        hot = self._hot_addresses(shape, page_indices["src"])
-        stream.copy(cold, hot, self._sizes(shape, page_indices.size))
+        hot = shape.hot_addresses(page_indices["src"])
+        cold = shape.cold_addresses(dst_base, page_indices["dst"])
+        stream.copy(cold, hot, shape.sizes(page_indices.size))
 
     def decode(
         self,
         life_cycle_id: LifeCycleId,
         src_base: MemAddress,
-        page_indices: PageIndexPairs,
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
+        assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
-        cold = self._cold_addresses(shape, src_base, page_indices["src"])
-        hot = self._hot_addresses(shape, page_indices["dst"])
-        stream.copy(hot, cold, self._sizes(shape, page_indices.size))
+        hot = shape.hot_addresses(page_indices["dst"])
+        cold = shape.cold_addresses(src_base, page_indices["src"])
+        stream.copy(hot, cold, shape.sizes(page_indices.size))
 
     def _shape(self, life_cycle_id: LifeCycleId) -> _PageShape:
         try:
@@ -94,19 +117,6 @@ class _ConcatCodec(ColdPageCodec):
                 f"codec {self.codec_id} does not know life cycle {life_cycle_id}: "
                 "configure it with its pool group first"
             ) from None
-
-    @staticmethod
-    def _cold_addresses(shape: _PageShape, base: int, indices: Int64Array) -> Int64Array:
-        pages = indices.astype(np.int64) * shape.cold_page_bytes + base
-        return (pages[:, None] + shape.cold_offset).ravel()
-
-    @staticmethod
-    def _hot_addresses(shape: _PageShape, indices: Int64Array) -> Int64Array:
-        return (indices.astype(np.int64)[:, None] * shape.hot_stride + shape.hot_base).ravel()
-
-    @staticmethod
-    def _sizes(shape: _PageShape, num_pages: int) -> Int64Array:
-        return np.tile(shape.hot_stride, num_pages)
 
 
 def create_default_cold_page_codec() -> ColdPageCodec:

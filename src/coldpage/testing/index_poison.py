@@ -1,30 +1,37 @@
-"""A codec wrapper that finds a codec which reads its host index array after its call returned."""
+"""A codec wrapper that finds a codec which reads its host arrays after its call returned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from coldpage.codecs.base import ColdPageCodec, PoolGroupDesc
+from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
 from coldpage.device.base import Stream
 from coldpage.types import LifeCycleId, MemAddress, PageIndexLocation
 
 __all__ = ["IndexPoisoningCodec"]
 
+_Array = TypeVar("_Array")
+
 
 class IndexPoisoningCodec(ColdPageCodec):
-    """Passes on copies of HOST index arrays, and overwrites them when the codec call returns.
+    """Passes on copies of index pairs and ordinals that lie on the host, and overwrites them when
+    the codec call returns. Late work then sees pairs (0, 0): valid slots, so nothing crashes, and
+    wrong bytes.
 
-    Late work then sees pairs (0, 0): valid slots, so nothing crashes, and wrong bytes.
+    Arrays in device memory belong to the manager's streams, and pass through.
     """
 
     def __init__(self, codec: ColdPageCodec) -> None:
         self._codec = codec
         self.codec_id = codec.codec_id
         self.version = codec.version
+        self.parameters = codec.parameters
         self.is_lossless = codec.is_lossless
+        self.needs_positions = codec.needs_positions
 
     def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
         """As the wrapped codec."""
@@ -46,35 +53,39 @@ class IndexPoisoningCodec(ColdPageCodec):
         self,
         life_cycle_id: LifeCycleId,
         dst_base: MemAddress,
-        page_indices: npt.NDArray[np.void],
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
-        """As the wrapped codec, with an index array that does not outlive the call."""
-        self._call(self._codec.encode, life_cycle_id, dst_base, page_indices, stream)
+        """As the wrapped codec, with host arrays that do not outlive the call."""
+        with _lend(page_indices) as pairs, _lend(block_ordinals) as ordinals:
+            self._codec.encode(life_cycle_id, dst_base, pairs, stream, ordinals)
 
     def decode(
         self,
         life_cycle_id: LifeCycleId,
         src_base: MemAddress,
-        page_indices: npt.NDArray[np.void],
+        page_indices: PageIndices,
         stream: Stream,
+        block_ordinals: BlockOrdinals | None,
     ) -> None:
-        """As the wrapped codec, with an index array that does not outlive the call."""
-        self._call(self._codec.decode, life_cycle_id, src_base, page_indices, stream)
+        """As the wrapped codec, with host arrays that do not outlive the call."""
+        with _lend(page_indices) as pairs, _lend(block_ordinals) as ordinals:
+            self._codec.decode(life_cycle_id, src_base, pairs, stream, ordinals)
 
-    def _call(
-        self,
-        transform: Callable[[LifeCycleId, MemAddress, npt.NDArray[np.void], Stream], None],
-        life_cycle_id: LifeCycleId,
-        base: MemAddress,
-        page_indices: npt.NDArray[np.void],
-        stream: Stream,
-    ) -> None:
-        if self.query_page_index_location(life_cycle_id) is not PageIndexLocation.HOST:
-            transform(life_cycle_id, base, page_indices, stream)
-            return
-        lent = page_indices.copy()
-        try:
-            transform(life_cycle_id, base, lent, stream)
-        finally:
-            lent[...] = np.zeros((), dtype=lent.dtype)
+    def close(self) -> None:
+        """As the wrapped codec."""
+        self._codec.close()
+
+
+@contextlib.contextmanager
+def _lend(array: _Array) -> Iterator[_Array]:
+    """A copy of a numpy array, overwritten at the end; anything else as it is."""
+    if not isinstance(array, np.ndarray):
+        yield array
+        return
+    lent = array.copy()
+    try:
+        yield lent
+    finally:
+        lent[...] = np.zeros((), dtype=lent.dtype)

@@ -1,0 +1,208 @@
+"""A codec that a manager has taken: consumed, configured once, and its answers checked and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.codecs.base import ColdPageCodec, PoolGroupDesc
+from coldpage.codecs.concat import create_default_cold_page_codec
+from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
+from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
+
+__all__ = ["ConfiguredCodec", "take_codec"]
+
+
+def take_codec(codec: ColdPageCodec | None) -> ColdPageCodec:
+    """Consume ``codec``, or make a default one. Nothing else may use it after this call.
+
+    Raises CodecConsumedError when something has, ConfigurationError when it is no codec.
+    """
+    if codec is None:
+        codec = create_default_cold_page_codec()
+    if not isinstance(codec, ColdPageCodec):
+        raise ConfigurationError(
+            f"{codec!r} is no codec: pass an instance of a subclass of ColdPageCodec, "
+            "or None for the default"
+        )
+    if codec.is_consumed:
+        raise CodecConsumedError(
+            "this codec belongs to another manager already: make a new one for each manager"
+        )
+    codec.is_consumed = True
+    return codec
+
+
+class ConfiguredCodec:
+    """A codec with its answers, by life cycle. Immutable.
+
+    Making one calls ``configure``, asks about every life cycle, and raises CodecError when an
+    answer breaks the contract. It never closes the codec, whose owner does.
+    """
+
+    codec: ColdPageCodec
+    cold_page_bytes: tuple[int, ...]
+    representative: npt.NDArray[np.int16]
+    locations: tuple[PageIndexLocation, ...]
+    any_device_indices: bool
+    max_cold_page_bytes: int
+
+    def __init__(self, codec: ColdPageCodec, pool_groups: Sequence[PoolGroupDesc]) -> None:
+        hot_group_of = _hot_groups(pool_groups)
+        self.codec = codec
+        self._check_format()
+        self._ask(lambda: codec.configure(pool_groups), "configure")
+        life_cycles = [LifeCycleId(lc) for lc in range(len(hot_group_of))]
+        self.cold_page_bytes = tuple(self._ask_size(lc) for lc in life_cycles)
+        self.locations = tuple(self._ask_location(lc) for lc in life_cycles)
+        firsts = [self._ask_representative(lc, len(life_cycles)) for lc in life_cycles]
+        for member, first in enumerate(firsts):
+            self._check_class(member, first, firsts, hot_group_of)
+        self.representative = np.array(firsts, np.int16)
+        self.representative.flags.writeable = False
+        self.any_device_indices = PageIndexLocation.DEVICE in self.locations
+        self.max_cold_page_bytes = max(self.cold_page_bytes)
+
+    @property
+    def name(self) -> str:
+        """For people: id, version and parameters."""
+        codec = self.codec
+        return f"{codec.codec_id} v{codec.version} {codec.parameters}".rstrip()
+
+    @property
+    def identity(self) -> str:
+        """For keys: the same for two codecs only if each reads what the other has written."""
+        return f"{self.codec.codec_id}/{self.codec.version}/{self.codec.parameters}"
+
+    def _check_format(self) -> None:
+        """The names of the cold format, which go into keys."""
+        codec = self.codec
+        codec_id = getattr(codec, "codec_id", None)
+        if not isinstance(codec_id, str) or not codec_id or "/" in codec_id:
+            raise CodecError(
+                f"codec {type(codec).__name__} has the codec_id {codec_id!r}: "
+                "give it a name, in one or more characters other than '/'"
+            )
+        if not _is_integer(codec.version):
+            raise CodecError(
+                f"codec {codec_id} has the version {codec.version!r}: "
+                "count the versions of its format in whole numbers"
+            )
+        if not isinstance(codec.parameters, str):
+            raise CodecError(
+                f"codec {codec_id} has the parameters {codec.parameters!r}: "
+                "write what changes its bytes as a string, empty for nothing"
+            )
+
+    def _ask(self, question: Callable[[], object], what: str) -> object:
+        try:
+            return question()
+        except CodecError:
+            raise
+        except Exception as error:
+            raise CodecError(f"codec {self.codec.codec_id} failed in {what}: {error!r}") from error
+
+    def _ask_size(self, life_cycle: LifeCycleId) -> int:
+        size = self._ask(
+            lambda: self.codec.query_cold_page_bytes(life_cycle),
+            f"query_cold_page_bytes of life cycle {life_cycle}",
+        )
+        if not _is_integer(size):
+            raise CodecError(
+                f"codec {self.codec.codec_id} has a cold page of {size!r} bytes for life cycle "
+                f"{life_cycle}: return a whole number from query_cold_page_bytes"
+            )
+        if size <= 0:
+            raise CodecError(
+                f"codec {self.codec.codec_id} has a cold page of {size} bytes for life cycle "
+                f"{life_cycle}: return its fixed, positive size from query_cold_page_bytes"
+            )
+        return int(size)
+
+    def _ask_location(self, life_cycle: LifeCycleId) -> PageIndexLocation:
+        location = self._ask(
+            lambda: self.codec.query_page_index_location(life_cycle),
+            f"query_page_index_location of life cycle {life_cycle}",
+        )
+        if not isinstance(location, PageIndexLocation):
+            raise CodecError(
+                f"codec {self.codec.codec_id} wants the page indices of life cycle {life_cycle} at "
+                f"{location!r}: return a PageIndexLocation from query_page_index_location"
+            )
+        return location
+
+    def _ask_representative(self, life_cycle: LifeCycleId, num_life_cycles: int) -> int:
+        first = self._ask(
+            lambda: self.codec.get_batching_layer_group_id(life_cycle),
+            f"get_batching_layer_group_id of life cycle {life_cycle}",
+        )
+        batches = f"codec {self.codec.codec_id} batches life cycle {life_cycle} as {first!r}"
+        if not _is_integer(first):
+            raise CodecError(
+                f"{batches}, which is no life cycle: "
+                "return one from get_batching_layer_group_id, or the argument to batch nothing"
+            )
+        if first < 0:
+            raise CodecError(
+                f"{batches}, which says that it failed: "
+                "return the smallest life cycle of the class from get_batching_layer_group_id"
+            )
+        if first >= num_life_cycles:
+            raise CodecError(
+                f"{batches}, which configure has not named: "
+                f"return one of the {num_life_cycles} life cycles from get_batching_layer_group_id"
+            )
+        return int(first)
+
+    def _check_class(
+        self, member: int, first: int, firsts: Sequence[int], hot_group_of: Sequence[PoolGroupIndex]
+    ) -> None:
+        """A representative stands for itself, is the smallest of its class, and like all of it."""
+        batches = f"codec {self.codec.codec_id} batches life cycle {member} as {first}"
+        if first > member:
+            raise CodecError(
+                f"{batches}, which is greater: "
+                "return the smallest life cycle of the class from get_batching_layer_group_id"
+            )
+        if firsts[first] != first:
+            raise CodecError(
+                f"{batches}, and that one as {firsts[first]}: "
+                "return the same life cycle for the whole class from get_batching_layer_group_id"
+            )
+        if hot_group_of[first] != hot_group_of[member]:
+            raise CodecError(
+                f"{batches}, which lies in another hot pool group: "
+                "batch only life cycles that configure describes in one group"
+            )
+        sizes = self.cold_page_bytes[first], self.cold_page_bytes[member]
+        if sizes[0] != sizes[1]:
+            raise CodecError(
+                f"{batches}, whose cold pages have {sizes[0]} bytes and not {sizes[1]}, "
+                "so that they lie in another cold pool group: batch only life cycles of one size"
+            )
+        places = self.locations[first], self.locations[member]
+        if places[0] is not places[1]:
+            raise CodecError(
+                f"{batches}, whose page indices it wants in {places[0].value} and not in "
+                f"{places[1].value} memory: batch only life cycles with one index location"
+            )
+
+
+def _hot_groups(pool_groups: Sequence[PoolGroupDesc]) -> list[PoolGroupIndex]:
+    """The hot pool group of each life cycle; what the caller promises is asserted."""
+    group_of: dict[int, PoolGroupIndex] = {}
+    for index, group in enumerate(pool_groups):
+        assert group.pool_group_index == index, "pool groups come in index order"
+        for life_cycle in group.life_cycles:
+            assert life_cycle.life_cycle_id not in group_of, "a life cycle has one hot pool group"
+            group_of[life_cycle.life_cycle_id] = group.pool_group_index
+    assert group_of and sorted(group_of) == list(range(len(group_of))), "life cycles have no gaps"
+    return [group_of[life_cycle] for life_cycle in range(len(group_of))]
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
