@@ -10,10 +10,12 @@ import pytest
 
 from coldpage.config import (
     AttentionLayerConfig,
+    BatchDesc,
     BufferConfig,
     DeviceTierConfig,
     DiskTierConfig,
     HostTierConfig,
+    KVCacheDesc,
     KVCacheManagerConfig,
     ReuseScope,
 )
@@ -33,6 +35,15 @@ def _layer(layer_id: int = 0, **settings: Any) -> AttentionLayerConfig:
 def _config(**settings: Any) -> KVCacheManagerConfig:
     settings = {"tokens_per_block": 16, "cache_tiers": (_HOT,), "layers": (_layer(),)} | settings
     return KVCacheManagerConfig(**settings)
+
+
+class _Codec:
+    """What a configuration knows of a codec."""
+
+    codec_id = "secret-codec"
+    version = 1
+    parameters = ""
+    is_lossless = True
 
 
 _TWO_KEYS = (BufferConfig(_KEY, 64), BufferConfig(_KEY, 32))
@@ -112,6 +123,55 @@ _BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: DiskTierConfig("/tmp/a\0b", 1 << 20),
         r"the disk tier has no usable path ('/tmp/a\x00b'): name a directory",
     ),
+    "a history longer than the capacity": (
+        lambda: KVCacheDesc(capacity=8, history_length=9),
+        "a sequence with a capacity of 8 and a history of 9 tokens can not be: "
+        "use 0 <= history_length <= capacity, and a capacity of at least 1",
+    ),
+    "a negative history": (
+        lambda: KVCacheDesc(capacity=8, history_length=-1),
+        "a sequence with a capacity of 8 and a history of -1 tokens can not be: "
+        "use 0 <= history_length <= capacity, and a capacity of at least 1",
+    ),
+    "a sequence without capacity": (
+        lambda: KVCacheDesc(capacity=0, history_length=0),
+        "a sequence with a capacity of 0 and a history of 0 tokens can not be: "
+        "use 0 <= history_length <= capacity, and a capacity of at least 1",
+    ),
+    "an empty batch": (lambda: BatchDesc(()), "a batch needs at least one sequence"),
+    "a system prompt longer than a sequence": (
+        lambda: BatchDesc((KVCacheDesc(9, 0), KVCacheDesc(8, 8)), system_prompt_length=9),
+        "a system prompt of 9 tokens does not fit every sequence of the batch: "
+        "make it shorter or the capacities larger",
+    ),
+    "a negative system prompt": (
+        lambda: BatchDesc((KVCacheDesc(8, 8),), system_prompt_length=-1),
+        "a system prompt of -1 tokens can not be: use 0 for none",
+    ),
+    "a negative watermark": (
+        lambda: _config(free_watermark=-0.1),
+        "free_watermark is -0.1: it must lie in [0, 1), 0 for none",
+    ),
+    "a watermark of everything": (
+        lambda: _config(free_watermark=1.0),
+        "free_watermark is 1.0: it must lie in [0, 1), 0 for none",
+    ),
+    "no shares": (
+        lambda: _config(initial_pool_ratio=()),
+        "initial_pool_ratio is (): give a positive share for each layer group",
+    ),
+    "a share of nothing": (
+        lambda: _config(initial_pool_ratio=(1.0, 0.0)),
+        "initial_pool_ratio is (1.0, 0.0): give a positive share for each layer group",
+    ),
+    "an endless share": (
+        lambda: _config(initial_pool_ratio=(1.0, float("inf"))),
+        "initial_pool_ratio is (1.0, inf): give a positive share for each layer group",
+    ),
+    "a share that is no number": (
+        lambda: _config(initial_pool_ratio=(float("nan"),)),
+        "initial_pool_ratio is (nan,): give a positive share for each layer group",
+    ),
     "one directory for two tiers": (
         lambda: _config(cache_tiers=(_HOT, *[DiskTierConfig("/tmp/x", 1 << 20)] * 2)),
         "two disk tiers use the directory /tmp/x: give each its own",
@@ -137,6 +197,11 @@ def test_what_works_is_taken() -> None:
         cache_tiers=tiers,
         layers=(_layer(0, sliding_window_tokens=1, num_sink_tokens=9), _layer(7)),
         max_util_for_resume=1.0,
+        initial_pool_ratio=(3, 0.5),
+        typical_step=BatchDesc((KVCacheDesc(16, 16),), system_prompt_length=16),
+        constraints=(BatchDesc((KVCacheDesc(1, 0), KVCacheDesc(9, 3))),),
+        separate_sink_pages=True,
+        free_watermark=0.5,
     )
     assert [t.tier for t in config.cache_tiers] == [
         CacheTier.GPU,
@@ -153,6 +218,11 @@ def test_defaults() -> None:
     assert config.layers[0].sliding_window_tokens is None
     assert config.layers[0].num_sink_tokens == 0
     assert ReuseScope() == ReuseScope(adapter="", salt="")
+    assert (config.initial_pool_ratio, config.typical_step, config.constraints) == (None, None, ())
+    assert not config.separate_sink_pages
+    assert config.free_watermark == 0.0
+    assert HostTierConfig(1).codec is None
+    assert DiskTierConfig("/a", 1).codec is None
 
 
 def test_configuration_is_frozen_and_does_not_print_the_model() -> None:
@@ -160,3 +230,13 @@ def test_configuration_is_frozen_and_does_not_print_the_model() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.tokens_per_block = 3  # type: ignore[misc]
     assert "secret" not in repr(config)
+
+
+def test_a_tier_is_known_by_its_numbers_whatever_its_codec_is() -> None:
+    codec = _Codec()
+    with_codec = (HostTierConfig(5, codec), DiskTierConfig("/a", 5, codec=codec))
+    without = (HostTierConfig(5), DiskTierConfig("/a", 5))
+    assert all(tier.codec is codec for tier in with_codec)
+    assert with_codec == without
+    assert hash(with_codec) == hash(without)
+    assert repr(with_codec) == repr(without)

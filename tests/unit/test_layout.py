@@ -1,28 +1,23 @@
-"""Layout arithmetic, against counting positions and slots one by one."""
+"""Layouts, against counting positions and bytes one by one."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
-from collections.abc import Callable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coldpage.config import AttentionLayerConfig, BufferConfig
-from coldpage.errors import ConfigurationError
-from coldpage.layout import (
-    TYPICAL_SEQUENCE_TOKENS,
-    HotLayout,
-    LayerGroup,
-    cold_layout,
-    cold_slot_counts,
-    hot_layout,
-    hot_slot_counts,
+from coldpage.layout import LayerGroup, cold_layout, hot_layout
+from coldpage.types import (
+    BlockOrdinal,
+    BufferRole,
+    LayerGroupId,
+    LayerId,
+    PageClass,
+    PoolGroupIndex,
 )
-from coldpage.types import BufferRole, LayerGroupId, LayerId
 
 _ROLES = ("key", "value", "key_scale", "state")
 
@@ -153,156 +148,65 @@ def test_groups_of_equal_slots_share_a_pool_group(layers: list[AttentionLayerCon
         assert layout.slot_bytes[life_cycle.hot_pool_group] == expected
 
 
-# ---------------------------------------------------------------------- quotas to slots
+@given(layers=_models())
+def test_sinks_are_a_life_cycle_of_their_own_if_asked(layers: list[AttentionLayerConfig]) -> None:
+    alike, apart = hot_layout(layers), hot_layout(layers, separate_sinks=True)
+    assert (alike.num_classes, apart.num_classes) == (1, 2)
+    assert {lc.page_class for lc in alike.life_cycles} == {PageClass.BODY}
+    # Hot pages of the classes do not differ.
+    assert (apart.layer_groups, apart.slot_bytes) == (alike.layer_groups, alike.slot_bytes)
+    for lc in alike.life_cycles:
+        pair = apart.life_cycles[2 * lc.life_cycle_id : 2 * lc.life_cycle_id + 2]
+        assert [p.page_class for p in pair] == [PageClass.SINK, PageClass.BODY]
+        assert [p.life_cycle_id for p in pair] == [2 * lc.life_cycle_id, 2 * lc.life_cycle_id + 1]
+        for member in pair:
+            assert member.layer_group_id == lc.layer_group_id
+            assert (member.hot_pool_group, member.buffers) == (lc.hot_pool_group, lc.buffers)
+            assert apart.page_bytes(member.life_cycle_id) == alike.page_bytes(lc.life_cycle_id)
 
 
-def _live_blocks(layout: HotLayout, life_cycle: int, per_block: int) -> int:
-    group = layout.layer_groups[layout.life_cycles[life_cycle].layer_group_id]
-    return max(1, group.live_blocks(TYPICAL_SEQUENCE_TOKENS, per_block))
-
-
-def _counts_or_needed(count_slots: Callable[[], tuple[int, ...]]) -> tuple[int, ...] | int:
-    """The slot counts, or the bytes that the refusal says are enough."""
-    try:
-        return count_slots()
-    except ConfigurationError as error:
-        sentence = str(error)
-    assert "\n" not in sentence
-    found = re.search(r"give it at least ([\d,]+) bytes", sentence)
-    assert found, sentence
-    return int(found[1].replace(",", ""))
-
-
-@settings(max_examples=300)
-@given(
-    layers=_models(),
-    quota=st.integers(1, 3000) | st.integers(1, 1 << 44),
-    per_block=st.sampled_from([1, 16, 64, 8192]),
-)
-def test_hot_slots_fill_the_quota_and_no_more(
-    layers: list[AttentionLayerConfig], quota: int, per_block: int
+@given(layers=_models(), separate=st.booleans(), ordinal=st.sampled_from([0, 1, 2, 100]))
+def test_the_life_cycle_of_a_page_is_that_of_its_group_and_class(
+    layers: list[AttentionLayerConfig], separate: bool, ordinal: int
 ) -> None:
-    layout = hot_layout(layers)
-    counts = _counts_or_needed(lambda: hot_slot_counts(layout, quota, per_block))
-    if isinstance(counts, int):
-        needed = counts
-        assert needed > quota
-        with pytest.raises(ConfigurationError):
-            hot_slot_counts(layout, needed - 1, per_block)
-        quota, counts = needed, hot_slot_counts(layout, needed, per_block)
-    page_bytes = [sum(pools) for pools in layout.slot_bytes]
-    used = sum(count * size for count, size in zip(counts, page_bytes, strict=True))
-    assert quota - sum(page_bytes) < used <= quota
-    members = Counter(lc.hot_pool_group for lc in layout.life_cycles)
-    for group, count in enumerate(counts):
-        assert count >= members[group], "one block has a page of each life cycle"
+    layout = hot_layout(layers, separate_sinks=separate)
+    page_class = PageClass.SINK if separate and ordinal == 0 else PageClass.BODY
+    for group in layout.layer_groups:
+        found = layout.life_cycle_of(group.layer_group_id, BlockOrdinal(ordinal))
+        life_cycle = layout.life_cycles[found]
+        assert life_cycle.layer_group_id == group.layer_group_id
+        assert life_cycle.page_class is page_class
 
 
-@given(layers=_models(), quota=st.integers(1 << 20, 1 << 30))
-def test_hot_slots_are_shared_as_a_typical_sequence_needs_them(
-    layers: list[AttentionLayerConfig], quota: int
+@given(layers=_models(), separate=st.booleans())
+def test_each_layer_group_is_in_one_hot_pool_group(
+    layers: list[AttentionLayerConfig], separate: bool
 ) -> None:
-    layout = hot_layout(layers)
-    needs = [0] * len(layout.slot_bytes)
-    for index, life_cycle in enumerate(layout.life_cycles):
-        needs[life_cycle.hot_pool_group] += _live_blocks(layout, index, 16)
-    counts = _counts_or_needed(lambda: hot_slot_counts(layout, quota, 16))
-    if isinstance(counts, int):
-        return
-    for count, need in zip(counts, needs, strict=True):
-        for other, other_need in zip(counts, needs, strict=True):
-            # Whole slots: each count may fall short of its share by less than one.
-            assert abs(count * other_need - other * need) < max(need, other_need)
+    layout = hot_layout(layers, separate_sinks=separate)
+    members = [
+        layout.layer_groups_of(PoolGroupIndex(index)) for index in range(len(layout.slot_bytes))
+    ]
+    listed = [group for groups in members for group in groups]
+    assert sorted(listed) == [group.layer_group_id for group in layout.layer_groups]
+    for life_cycle in layout.life_cycles:
+        assert life_cycle.layer_group_id in members[life_cycle.hot_pool_group]
 
 
-def test_a_hot_level_that_is_too_small_names_what_a_block_takes() -> None:
-    layout = hot_layout([_layer(0, 100, 100)])
-    with pytest.raises(ConfigurationError) as raised:
-        hot_slot_counts(layout, 199, 16)
-    assert str(raised.value) == (
-        "the hot tier of 199 bytes can not hold one block of 16 tokens: "
-        "a block takes 200 bytes; give it at least 200 bytes"
-    )
+# ---------------------------------------------------------------------- cold layout
 
 
-def test_six_life_cycles_in_one_pool_group_do_not_lose_a_slot_to_rounding() -> None:
-    layout = hot_layout([_layer(i, 100, window=9000 + i) for i in range(6)])
-    assert layout.slot_bytes == ((100,),)
-    assert hot_slot_counts(layout, 600, 16) == (6,)
-    with pytest.raises(ConfigurationError, match="give it at least 600 bytes"):
-        hot_slot_counts(layout, 599, 16)
-
-
-# ---------------------------------------------------------------------- cold levels
-
-
-@settings(max_examples=200)
-@given(
-    layers=_models(),
-    quota=st.integers(1, 1 << 40),
-    data=st.data(),
-    padding=st.sampled_from([0, 1, 4096]),
-)
-def test_cold_slots_fill_the_quota_and_no_more(
-    layers: list[AttentionLayerConfig], quota: int, data: st.DataObject, padding: int
-) -> None:
-    hot = hot_layout(layers)
-    num = len(hot.life_cycles)
-    cold_bytes = data.draw(st.lists(st.sampled_from([8, 64, 5000]), min_size=num, max_size=num))
-    cold = cold_layout(cold_bytes)
-    for life_cycle, size in enumerate(cold_bytes):
+@given(sizes=st.lists(st.sampled_from([8, 64, 80, 5000]), min_size=1, max_size=8))
+def test_life_cycles_with_equal_cold_pages_share_a_cold_pool_group(sizes: list[int]) -> None:
+    cold = cold_layout(sizes)
+    for life_cycle, size in enumerate(sizes):
         assert cold.slot_bytes[cold.pool_group_of[life_cycle]] == size
-    assert sorted(cold.slot_bytes) == sorted(set(cold_bytes))
-    strides = [size + padding for size in cold.slot_bytes]
-    counts = _counts_or_needed(lambda: cold_slot_counts(hot, cold, strides, quota, 16))
-    if isinstance(counts, int):
-        needed = counts
-        assert needed > quota
-        with pytest.raises(ConfigurationError):
-            cold_slot_counts(hot, cold, strides, needed - 1, 16)
-        quota, counts = needed, cold_slot_counts(hot, cold, strides, needed, 16)
-    assert min(counts) >= 1
-    used = sum(count * stride for count, stride in zip(counts, strides, strict=True))
-    assert quota - sum(strides) < used <= quota
+    assert sorted(cold.slot_bytes) == sorted(set(sizes))
 
 
-def test_one_hot_pool_group_may_be_two_cold_ones() -> None:
+def test_one_hot_pool_group_may_be_two_cold_ones_and_two_hot_ones_one() -> None:
     hot = hot_layout([_layer(0, 100), _layer(1, 100, window=9000)])
-    cold = cold_layout([100, 25])
     assert [lc.hot_pool_group for lc in hot.life_cycles] == [0, 0]
-    assert cold.pool_group_of == (0, 1)
-    # Equally many blocks of each, whatever a block takes.
-    assert cold_slot_counts(hot, cold, [100, 25], 12_500, 16) == (100, 100)
-
-
-def test_two_hot_pool_groups_may_be_one_cold_one() -> None:
+    assert cold_layout([100, 25]).pool_group_of == (0, 1)
     hot = hot_layout([_layer(0, 100), _layer(1, 40, 60, window=1024)])
-    cold = cold_layout([80, 80])
     assert [lc.hot_pool_group for lc in hot.life_cycles] == [0, 1]
-    assert cold.pool_group_of == (0, 0)
-    assert cold.slot_bytes == (80,)
-    assert cold_slot_counts(hot, cold, [80], 8_000, 16) == (100,)
-
-
-def test_cold_levels_keep_the_proportions_of_blocks_not_of_bytes() -> None:
-    per_block = 16
-    hot = hot_layout([_layer(0, 1000), _layer(1, 64, window=1024)])
-    live = [_live_blocks(hot, i, per_block) for i in (0, 1)]
-    assert live == [256, 64]
-    hot_counts = hot_slot_counts(hot, 100 * (256 * 1000 + 64 * 64), per_block)
-    assert hot_counts == (25_600, 6_400)
-    cold = cold_layout([10, 900])
-    assert cold_slot_counts(hot, cold, [10, 900], 10 * (256 * 10 + 64 * 900), per_block) == (
-        2_560,
-        640,
-    )
-
-
-def test_a_cold_level_that_is_too_small_says_what_it_needs() -> None:
-    hot = hot_layout([_layer(0, 100)])
-    with pytest.raises(ConfigurationError) as raised:
-        cold_slot_counts(hot, cold_layout([100]), [4196], 4195, 16)
-    assert str(raised.value) == (
-        "a cold tier of 4,195 bytes can not hold one page of each kind; "
-        "give it at least 4,196 bytes, or leave the tier out"
-    )
+    assert cold_layout([80, 80]).pool_group_of == (0, 0)
