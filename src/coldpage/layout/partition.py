@@ -33,7 +33,7 @@ class _Pages(NamedTuple):
         return self.num_sink + self.num_body
 
     def share_of(self, page_class: PageClass) -> Fraction:
-        """The part of the group's slots that a class gets; never none."""
+        """The part of the group's slots that one of two classes gets; never none."""
         sink, body = max(1, self.num_sink), max(1, self.num_body)
         return Fraction(sink if page_class is PageClass.SINK else body, sink + body)
 
@@ -110,7 +110,7 @@ class Partition:
         )
         self._slot_weights = tuple(
             self.layer_group_weights[lc.layer_group_id]
-            * pages[lc.layer_group_id].share_of(lc.page_class)
+            * (pages[lc.layer_group_id].share_of(lc.page_class) if layout.num_classes > 1 else 1)
             / layout.page_bytes(lc.life_cycle_id)
             for lc in layout.life_cycles
         )
