@@ -79,8 +79,8 @@ class Stream(abc.ABC):
         """Enqueue ``work``, which touches exactly the ranges named.
 
         Where they are known only once earlier work on the stream has run, such as addresses that
-        lie in device memory, a function names them: it is called just before ``work`` runs.
-        Raises SubmissionError, enqueuing nothing.
+        lie in device memory, a function names them: a device that checks accesses calls it just
+        before ``work`` runs, others never. Raises SubmissionError, enqueuing nothing.
         """
 
     @abc.abstractmethod
@@ -96,7 +96,8 @@ class Stream(abc.ABC):
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """Enqueue the copy of ``data`` [num_bytes], ordinary memory of the host, to ``dst``.
 
-        The array is consumed before the call returns. Raises SubmissionError, enqueuing nothing.
+        The array is consumed before the call returns; it need not be contiguous, and may be empty.
+        Raises SubmissionError, enqueuing nothing.
         """
 
     @abc.abstractmethod
@@ -124,7 +125,7 @@ class Memory(abc.ABC):
     kind: MemoryKind
     address: MemAddress
     num_bytes: int
-    max_bytes: int  # how far ``resize`` can go
+    max_bytes: int  # how far ``resize`` can go: ``num_bytes`` at first, unless it is growable
 
     @property
     @abc.abstractmethod
@@ -137,8 +138,9 @@ class Memory(abc.ABC):
     def resize(self, num_bytes: int) -> None:
         """Grow or shrink in place: the address stays, and so does what both sizes share.
 
-        Nothing may be in flight on what is cut off. Raises DeviceError, changing nothing, when
-        there is not enough memory or ``num_bytes`` is over ``max_bytes``.
+        What grows has undefined contents. Nothing may be in flight on what is cut off. Raises
+        DeviceError, changing nothing, when there is not enough memory or ``num_bytes`` is over
+        ``max_bytes``.
         """
 
     @abc.abstractmethod

@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from coldpage.types import Int64Array
+from coldpage.types import Int64Array, MemAddress
 
-__all__ = ["CopyList", "has_overlap", "merge_copies", "run_copies"]
+__all__ = ["CopyList", "has_overlap", "merge_copies", "run_copies", "write_bytes"]
 
 # Destination, source and size per copy, each [num_copies].
 CopyList = tuple[Int64Array, Int64Array, Int64Array]
@@ -48,6 +48,12 @@ def run_copies(copies: CopyList) -> None:
     memmove = _memmove_releasing if is_large else _memmove_holding
     for to, source, size in zip(dst.tolist(), src.tolist(), num_bytes.tolist(), strict=True):
         memmove(to, source, size)
+
+
+def write_bytes(address: MemAddress, data: bytes) -> None:
+    """Copy ``data`` to ``address`` now, on this thread."""
+    memmove = _memmove_releasing if len(data) >= _RELEASE_LOCK_BYTES else _memmove_holding
+    memmove(address, data, len(data))
 
 
 def has_overlap(copies: CopyList) -> bool:

@@ -1,4 +1,4 @@
-"""One preallocated file of fixed size, read and written past the page cache where possible."""
+"""One preallocated file, read and written past the page cache where possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Buffer = memoryview | npt.NDArray[np.uint8]
 
 
 class BlockFile:
-    """A file of exactly ``num_bytes``, mode 0600, whose space is taken when it is opened.
+    """A file of exactly ``num_bytes``, mode 0600, whose space is taken when it is opened or grows.
 
     With ``is_direct``, buffers must have addresses, lengths and offsets that are multiples of
     ``DIRECT_ALIGNMENT``. Any thread may read and write; ranges in flight at once must not overlap.
@@ -48,7 +48,7 @@ class BlockFile:
         is_new = not self.path.exists()
         self._fd = self._open(0)
         try:
-            self._take_space()
+            self._take_space(0, num_bytes)
             self._try_direct()
         except BaseException:
             self.close()
@@ -63,6 +63,21 @@ class BlockFile:
     def writev(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write the [n] byte buffers at ``offset``; blocks. After OSError the range may be torn."""
         self._transfer(offset, buffers, is_write=True)
+
+    def resize(self, num_bytes: int) -> None:
+        """Cut off the end, or take the space for more, which reads as zeros; blocks.
+
+        Nothing may be in flight on what is cut off. Raises StorageError, changing nothing, when
+        there is no room.
+        """
+        assert num_bytes > 0, "a block file holds at least one block"
+        assert num_bytes % DIRECT_ALIGNMENT == 0, "a block file holds whole blocks"
+        try:
+            self._take_space(self.num_bytes, num_bytes)
+        except StorageError:
+            os.ftruncate(self._fd, self.num_bytes)  # a part of the space may have been taken
+            raise
+        self.num_bytes = num_bytes
 
     def sync(self) -> None:
         """Block until completed writes survive a power cut. Raises OSError if they may not."""
@@ -122,21 +137,22 @@ class BlockFile:
             return f"{self.path} is a symbolic link: remove it or choose another path"
         return f"{self.path} can not be opened ({error.strerror}): choose another path"
 
-    def _take_space(self) -> None:
+    def _take_space(self, taken_bytes: int, num_bytes: int) -> None:
         try:
             os.fchmod(self._fd, 0o600)
-            if os.fstat(self._fd).st_size > self.num_bytes:
-                os.ftruncate(self._fd, self.num_bytes)
-            os.posix_fallocate(self._fd, 0, self.num_bytes)
+            if os.fstat(self._fd).st_size > num_bytes:
+                os.ftruncate(self._fd, num_bytes)
+            if num_bytes > taken_bytes:
+                os.posix_fallocate(self._fd, taken_bytes, num_bytes - taken_bytes)
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
                 raise StorageError(
-                    f"{self.path.parent} has no room for {self.num_bytes:,} bytes "
+                    f"{self.path.parent} has no room for {num_bytes:,} bytes "
                     f"({error.strerror}): free some space, make the disk tier smaller, "
                     "or choose another path"
                 ) from error
             raise StorageError(
-                f"{self.path} can not be sized to {self.num_bytes:,} bytes ({error.strerror}): "
+                f"{self.path} can not be sized to {num_bytes:,} bytes ({error.strerror}): "
                 "choose another path"
             ) from error
 

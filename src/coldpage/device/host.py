@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Device, Event, Memory, MemoryKind, Stream
-from coldpage.device.copies import run_copies
+from coldpage.device.base import Accesses, Device, Event, Memory, MemoryKind, Stream
+from coldpage.device.copies import run_copies, write_bytes
 from coldpage.device.io import NUM_IO_THREADS, ThreadedIo
 from coldpage.device.progress import Progress
 from coldpage.errors import ClosedError, DeviceError
-from coldpage.types import ByteRange, Int64Array, MemAddress
+from coldpage.types import Int64Array, MemAddress
 
 __all__ = ["MAX_QUEUED_OPS", "HostDevice", "HostEvent", "HostMemory", "HostStream"]
 
@@ -25,49 +28,116 @@ __all__ = ["MAX_QUEUED_OPS", "HostDevice", "HostEvent", "HostMemory", "HostStrea
 MAX_QUEUED_OPS: Final = 4096
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+# Addresses that no memory is promised for before they are touched. Python 3.11 has no name for it.
+_MAP_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0
+
+
+_log = logging.getLogger(__name__)
 
 
 class HostMemory(Memory):
-    """Anonymous, page-aligned memory; huge pages where it is large enough for one."""
+    """Anonymous, page-aligned memory; huge pages where it is large enough for one.
 
-    def __init__(self, num_bytes: int, kind: MemoryKind) -> None:
-        assert num_bytes > 0, "an allocation needs at least one byte"
+    ``max_bytes`` of addresses are set aside, or as many as the host lends; never fewer than
+    ``num_bytes``.
+    """
+
+    def __init__(self, num_bytes: int, kind: MemoryKind, max_bytes: int) -> None:
+        assert 0 < num_bytes <= max_bytes, "an allocation needs at least one byte"
         try:
-            self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # First as much as is needed, in the way that makes the kernel refuse what it has not.
+            self._map = _map(num_bytes)
+            if max_bytes > num_bytes:
+                self._map.close()
+                self._map = _map_reserved(num_bytes, max_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise DeviceError(
                 f"the host has no {num_bytes:,} bytes to give ({error}): make the tiers smaller"
             ) from error
-        if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE)
         self.kind = kind
         self.num_bytes = num_bytes
-        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = MemAddress(self._array.ctypes.data)
+        self.max_bytes = len(self._map)
+        self._reserved: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = MemAddress(self._reserved.ctypes.data)
+        self._ask_for_huge_pages()
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes [num_bytes]. Views of them outlive ``free``, with undefined contents."""
-        if self._array is None:
-            raise ClosedError("the memory was freed")
-        return self._array
+        return self._open_array()[: self.num_bytes]
+
+    def resize(self, num_bytes: int) -> None:
+        """Grow or shrink in place. What is cut off gives its RAM back and reads as zeros when the
+        memory has grown again.
+        """
+        array = self._open_array()
+        assert num_bytes > 0, "memory keeps at least one byte"
+        if num_bytes > self.max_bytes:
+            raise DeviceError(
+                f"the memory can not grow to {num_bytes:,} bytes: only {self.max_bytes:,} bytes of "
+                "addresses were set aside for it"
+            )
+        first_page = min(self.num_bytes, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        if first_page < self.num_bytes:
+            try:
+                self._map.madvise(mmap.MADV_DONTNEED, first_page, self.num_bytes - first_page)
+            except OSError as error:  # as for memory that the process has locked
+                raise DeviceError(f"the host does not take memory back ({error})") from error
+        array[num_bytes:first_page] = 0
+        self.num_bytes = num_bytes
+        self._ask_for_huge_pages()
 
     def free(self) -> None:
         """Give the memory back. Idempotent."""
-        if self._array is None:
+        if self._reserved is None:
             return
-        self._array = None
+        self._reserved = None
         try:
             self._map.close()
         except BufferError:
             # Someone holds a view: keep the addresses, so that it can not crash; return the RAM.
-            self._advise(mmap.MADV_DONTNEED)
+            self._advise(mmap.MADV_DONTNEED, self.max_bytes)
 
-    def _advise(self, advice: int) -> None:
+    def _open_array(self) -> npt.NDArray[np.uint8]:
+        if self._reserved is None:
+            raise ClosedError("the memory was freed")
+        return self._reserved
+
+    def _ask_for_huge_pages(self) -> None:
+        if self.num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._advise(mmap.MADV_HUGEPAGE, self.num_bytes)
+
+    def _advise(self, advice: int, num_bytes: int) -> None:
         try:
-            self._map.madvise(advice)
+            self._map.madvise(advice, 0, num_bytes)
         except OSError:
             return  # a kernel without transparent huge pages refuses; the memory works all the same
+
+
+def _map(num_bytes: int, extra_flags: int = 0) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | extra_flags)
+
+
+def _map_reserved(num_bytes: int, max_bytes: int) -> mmap.mmap:
+    """Memory of ``max_bytes``. Where the host refuses that, half of the most it would lend, found
+    by halving, so that the next allocations have room too, but at least ``num_bytes``.
+    """
+    try:
+        return _map(max_bytes, _MAP_NORESERVE)
+    except (OSError, OverflowError):
+        size = max_bytes // 2
+    while size > num_bytes:
+        try:
+            _map(size, _MAP_NORESERVE).close()
+        except OSError:
+            size //= 2
+        else:
+            return _map(max(num_bytes, size // 2), _MAP_NORESERVE)
+    return _map(num_bytes)
+
+
+def _ram_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class HostEvent(Event):
@@ -118,10 +188,10 @@ class HostStream(Stream):
         self,
         work: Callable[[], None],
         *,
-        reads: Sequence[ByteRange],
-        writes: Sequence[ByteRange],
+        reads: Accesses,
+        writes: Accesses,
     ) -> None:
-        """Enqueue ``work``; it runs on the stream's thread."""
+        """Enqueue ``work``; it runs on the stream's thread. Nobody checks its accesses."""
         self._submit(work)
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
@@ -129,6 +199,12 @@ class HostStream(Stream):
         assert dst.shape == src.shape == num_bytes.shape, "three [num_copies] arrays"
         copies = dst.astype(np.int64), src.astype(np.int64), num_bytes.astype(np.int64)
         self._submit(lambda: run_copies(copies))
+
+    def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
+        """Enqueue the copy of the array as it is now."""
+        assert data.dtype == np.uint8 and data.ndim == 1, "bytes [num_bytes]"
+        kept = data.tobytes()
+        self._submit(lambda: write_bytes(dst, kept))
 
     def record(self) -> HostEvent:
         """An event for all work enqueued so far."""
@@ -211,12 +287,27 @@ class HostDevice(Device):
         self.io: ThreadedIo = ThreadedIo(self._progress, num_io_threads)
         self._streams: list[HostStream] = []
         self._memories: list[HostMemory] = []
+        self._is_shortage_told = False
         self._is_closed = False
 
-    def allocate(self, num_bytes: int, kind: MemoryKind) -> HostMemory:
-        """Zeroed memory aligned to 4096 bytes; RAM is taken as it is first touched."""
+    def allocate(
+        self, num_bytes: int, kind: MemoryKind, *, is_growable: bool = False
+    ) -> HostMemory:
+        """Zeroed memory aligned to 4096 bytes; RAM is taken as it is first touched. What is
+        growable can take all RAM of the machine, where the machine lends that many addresses.
+        """
         self._check_open()
-        memory = HostMemory(num_bytes, kind)
+        max_bytes = max(num_bytes, _ram_bytes()) if is_growable else num_bytes
+        memory = HostMemory(num_bytes, kind, max_bytes)
+        if memory.max_bytes < max_bytes and not self._is_shortage_told:
+            self._is_shortage_told = True
+            _log.warning(
+                "the host sets no %s bytes of addresses aside (overcommit or address space is "
+                "limited): memory of %s bytes can grow to %s",
+                f"{max_bytes:,}",
+                f"{num_bytes:,}",
+                f"{memory.max_bytes:,}",
+            )
         self._memories.append(memory)
         return memory
 

@@ -18,7 +18,6 @@ from coldpage.device.io import NUM_IO_THREADS
 from coldpage.device.simulated_history import (
     AccessHistory,
     CallSite,
-    Origin,
     Violation,
     ViolationError,
     ViolationKind,
@@ -46,6 +45,9 @@ _ARENA_BYTES: Final = 1 << 30  # addresses only: RAM is taken as it is touched
 _FRESH_BYTE: Final = 0xA5  # nothing may rely on new memory being zero
 _FREED_BYTE: Final = 0xDD
 
+# Growable memory can become this many times as large, if that leaves half of what is left.
+_GROWTH: Final = 4
+
 # How much may run in one ``wait_for_progress``.
 _MAX_STEPS_PER_WAIT: Final = 4
 
@@ -54,13 +56,19 @@ class SimulatedMemory(Memory):
     """A piece of the device's arena. Its addresses are never used again."""
 
     def __init__(
-        self, device: SimulatedDevice, array: npt.NDArray[np.uint8], kind: MemoryKind
+        self,
+        device: SimulatedDevice,
+        reserved: npt.NDArray[np.uint8],
+        num_bytes: int,
+        kind: MemoryKind,
     ) -> None:
         self.kind = kind
-        self.num_bytes = len(array)
-        self.address = MemAddress(array.ctypes.data)
+        self.num_bytes = num_bytes
+        self.max_bytes = len(reserved)
+        self.address = MemAddress(reserved.ctypes.data)
         self.allocated_at = call_site()
-        self._array = array
+        self._reserved = reserved
+        self._reserved[:num_bytes] = _FRESH_BYTE
         self._device = device
         self._is_freed = False
 
@@ -69,13 +77,33 @@ class SimulatedMemory(Memory):
         """The bytes [num_bytes]. Uses are checked only where ``host_access`` declares them."""
         if self._is_freed:
             raise ClosedError("the memory was freed")
-        return self._array
+        return self._reserved[: self.num_bytes]
+
+    def resize(self, num_bytes: int) -> None:
+        """Grow or shrink in place; what work in flight may use must not be cut off."""
+        if self._is_freed:
+            raise ClosedError("the memory was freed")
+        assert num_bytes > 0, "memory keeps at least one byte"
+        if num_bytes > self.max_bytes:
+            raise DeviceError(
+                f"the simulated memory can not grow to {num_bytes:,} bytes: "
+                f"only {self.max_bytes:,} were set aside for it"
+            )
+        old_bytes, self.num_bytes = self.num_bytes, num_bytes
+        if num_bytes < old_bytes:
+            self._device._cut_off(self, num_bytes)
+            self._reserved[num_bytes:old_bytes] = _FREED_BYTE
+        else:
+            self._device._history.grow(self.address, num_bytes)
+            self._reserved[old_bytes:num_bytes] = _FRESH_BYTE
 
     def free(self) -> None:
         """Give the memory back, which the host must know to be out of use. Idempotent."""
         if not self._is_freed:
             self._is_freed = True
-            self._device._free(self)
+            self._device._memories.remove(self)
+            self._device._cut_off(self, 0)
+            self._reserved[: self.num_bytes] = _FREED_BYTE
 
 
 class SimulatedDevice(Device):
@@ -127,17 +155,22 @@ class SimulatedDevice(Device):
     def raise_on_violation(self, value: bool) -> None:
         self._history.raise_on_violation = value
 
-    def allocate(self, num_bytes: int, kind: MemoryKind) -> SimulatedMemory:
+    def allocate(
+        self, num_bytes: int, kind: MemoryKind, *, is_growable: bool = False
+    ) -> SimulatedMemory:
         """Memory full of junk, with a gap behind it."""
         self._world.check_open()
         assert num_bytes > 0, "an allocation needs at least one byte"
         start = self._arena_used
-        if start + num_bytes > len(self._arena):
+        num_left = len(self._arena) - start - num_bytes
+        if num_left < 0:
             raise DeviceError(f"the simulated device has no {num_bytes:,} bytes left")
+        max_bytes = num_bytes
+        if is_growable:
+            max_bytes += min((_GROWTH - 1) * num_bytes, num_left // 2)
         # At least one page lies between allocations, so that running over an end is noticed.
-        self._arena_used = (start + num_bytes + 2 * _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
-        memory = SimulatedMemory(self, self._arena[start : start + num_bytes], kind)
-        memory.array[:] = _FRESH_BYTE
+        self._arena_used = (start + max_bytes + 2 * _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
+        memory = SimulatedMemory(self, self._arena[start : start + max_bytes], num_bytes, kind)
         self._memories.append(memory)
         self._history.add(memory.address, num_bytes)
         return memory
@@ -162,12 +195,11 @@ class SimulatedDevice(Device):
         self, *, reads: Sequence[ByteRange] = (), writes: Sequence[ByteRange] = ()
     ) -> None:
         """Declare that the calling thread touches these bytes now, so that it is checked."""
-        origin = Origin("host access", call_site())
-        clock = self._world.host_clock
-        self._history.check_host(ranges_of(reads), ranges_of(writes), origin, clock)
+        origin = self._world.origin("host access", self._world.host_clock)
+        self._history.check_host(ranges_of(reads), ranges_of(writes), origin)
 
     def fail_next_submission(self, stream_name: str | None = None, num_times: int = 1) -> None:
-        """Make the next launches or copies (on that stream, or on any) raise SubmissionError."""
+        """Make the next submissions (on that stream, or on any) raise SubmissionError."""
         self._world.planned_failures[stream_name] += num_times
 
     def close(self) -> None:
@@ -203,7 +235,8 @@ class SimulatedDevice(Device):
             sentence = f"{memory.num_bytes} bytes of {memory.allocated_at} were not freed"
             yield sentence, memory.allocated_at
 
-    def _free(self, memory: SimulatedMemory) -> None:
-        memory._array[:] = _FREED_BYTE
-        self._memories.remove(memory)
-        self._history.remove(memory.address, self._world.host_clock)
+    def _cut_off(self, memory: SimulatedMemory, num_bytes: int) -> None:
+        # Work that has yet to say what it uses says so first: running it is legal at any time.
+        self._world.run_until(lambda: not self._history.is_waiting)
+        origin = self._world.origin("free", self._world.host_clock)
+        self._history.cut_off(memory.address, num_bytes, origin)

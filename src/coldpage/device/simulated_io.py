@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import IoBatch, IoExecutor, IoJob
-from coldpage.device.simulated_history import IoOrder, Origin, call_site, ranges_of
+from coldpage.device.simulated_history import IoOrder, ranges_of
 from coldpage.device.simulated_stream import MAX_STEPS_PER_POLL
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError, UsageError
@@ -51,8 +51,7 @@ class SimulatedIoBatch(IoBatch):
         return self._ok
 
     def _observe(self) -> None:
-        if self._world.note_wait(self._world.wait_site(), adds_order=not self._order.is_observed):
-            self._order.is_observed = True
+        self._world.observe_io(self._order, self._world.wait_site())
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -91,12 +90,9 @@ class SimulatedIo(IoExecutor):
         world = self._world
         world.check_open()
         batch = SimulatedIoBatch(world, len(jobs))
-        site = call_site()
         for index, job in enumerate(jobs):
-            origin = Origin(f"I/O job {index}", site, io=batch._order)
-            can_run = world.history.check(
-                ranges_of(job.reads), ranges_of(job.writes), origin, world.host_clock
-            )
+            origin = world.origin(f"I/O job {index}", world.host_clock, io=batch._order)
+            can_run = world.history.check(ranges_of(job.reads), ranges_of(job.writes), origin)
             queued = _QueuedJob(
                 batch, index, job if can_run else IoJob(bool), world.first_io_round()
             )

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from coldpage.device.base import Event, Stream
-from coldpage.device.copies import CopyList, has_overlap, merge_copies, run_copies
+from coldpage.device.base import Accesses, Event, Stream
+from coldpage.device.copies import CopyList, has_overlap, merge_copies, run_copies, write_bytes
 from coldpage.device.simulated_history import (
     Clock,
+    LateCheck,
     Origin,
     Range,
+    ViolationError,
     ViolationKind,
     call_site,
     join_clocks,
@@ -22,7 +25,7 @@ from coldpage.device.simulated_history import (
 )
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError
-from coldpage.types import ByteRange, Int64Array
+from coldpage.types import Int64Array, MemAddress
 
 __all__ = ["MAX_STEPS_PER_POLL", "SimulatedEvent", "SimulatedStream"]
 
@@ -67,6 +70,24 @@ class _Op:
 
     work: Callable[[], None] | None = None
     event: SimulatedEvent | None = None
+    late: _LateAccesses | None = None
+
+
+@dataclass(slots=True)
+class _LateAccesses:
+    """The accesses of work that names them when it runs."""
+
+    check: LateCheck
+    reads: Accesses
+    writes: Accesses
+
+    def name(self) -> tuple[list[Range], list[Range]]:
+        """What the work will read and write, asked just before it runs."""
+        return _named(self.reads), _named(self.writes)
+
+
+def _named(accesses: Accesses) -> list[Range]:
+    return ranges_of(accesses() if callable(accesses) else accesses)
 
 
 class SimulatedStream(Stream):
@@ -88,11 +109,18 @@ class SimulatedStream(Stream):
         self,
         work: Callable[[], None],
         *,
-        reads: Sequence[ByteRange],
-        writes: Sequence[ByteRange],
+        reads: Accesses,
+        writes: Accesses,
     ) -> None:
-        """Enqueue ``work``. Its accesses are checked now."""
-        self._submit("launch", work, ranges_of(reads), ranges_of(writes))
+        """Enqueue ``work``. Its accesses are checked now or, where functions name them, when it
+        runs, by the order that it has now.
+        """
+        if not (callable(reads) or callable(writes)):
+            self._submit("launch", work, ranges_of(reads), ranges_of(writes))
+            return
+        origin = self._begin("launch")
+        late = _LateAccesses(self._world.history.check_late(origin), reads, writes)
+        self._enqueue(_Op(work=work, late=late), origin.clock)
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
         """Enqueue the copies as one operation. Their accesses are checked now."""
@@ -115,6 +143,13 @@ class SimulatedStream(Stream):
             list(zip(to, size, strict=True)),
         )
 
+    def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
+        """Enqueue the copy of the array as it is now. Its access is checked now."""
+        assert data.dtype == np.uint8 and data.ndim == 1, "bytes [num_bytes]"
+        kept = data.tobytes()
+        writes = [(int(dst), len(kept))] if kept else []
+        self._submit("upload", lambda: write_bytes(dst, kept), [], writes)
+
     def record(self) -> SimulatedEvent:
         """An event for all work enqueued so far."""
         self._world.check_open()
@@ -132,8 +167,7 @@ class SimulatedStream(Stream):
         adds_order = join_clocks(known, event._clock) != known
         if not self._world.note_wait(self._world.wait_site(), adds_order=adds_order):
             return
-        self._clock = joined
-        self._enqueue(_Op(event=event))
+        self._enqueue(_Op(event=event), joined)
 
     def synchronize(self) -> None:
         """Run queued work until this stream is empty."""
@@ -145,6 +179,12 @@ class SimulatedStream(Stream):
     def _submit(
         self, what: str, work: Callable[[], None], reads: list[Range], writes: list[Range]
     ) -> None:
+        origin = self._begin(what)
+        can_run = self._world.history.check(reads, writes, origin)
+        self._enqueue(_Op(work=work if can_run else None), origin.clock)
+
+    def _begin(self, what: str) -> Origin:
+        """The next operation, not enqueued yet. Raises where it can not be."""
         world = self._world
         world.check_open()
         self._raise_failure()
@@ -152,16 +192,12 @@ class SimulatedStream(Stream):
         epoch = self._num_submitted + 1
         clock = join_clocks(self._clock, world.host_clock)
         clock = (*clock[: self._index], epoch, *clock[self._index + 1 :])
-        origin = Origin(f"{what} on stream {self.name!r}", call_site(), self._index, epoch)
-        can_run = world.history.check(reads, writes, origin, clock)
-        self._clock = clock
-        self._enqueue(_Op(work=work if can_run else None))
+        return world.origin(f"{what} on stream {self.name!r}", clock, (self._index, epoch))
 
-    def _enqueue(self, op: _Op) -> None:
+    def _enqueue(self, op: _Op, clock: Clock) -> None:
         self._queue.append(op)
         self._num_submitted += 1
         # A wait is an operation too: an event recorded after it completes after it.
-        clock = self._clock
         self._clock = (*clock[: self._index], self._num_submitted, *clock[self._index + 1 :])
 
     def runnable(self, round_index: int) -> Sequence[Callable[[], None]]:
@@ -192,16 +228,37 @@ class SimulatedStream(Stream):
 
     def _run_next(self) -> None:
         op = self._queue.popleft()
-        if self._failure is None:
-            try:
-                if op.event is not None:
-                    op.event._stream._raise_failure(op.event._num_ops)
-                elif op.work is not None:
-                    op.work()
-            except Exception as error:  # kept, and raised at the owner's next call
-                self._failure, self._failed_op = error, self._num_completed
-        self._num_completed += 1
-        self._world.counts.executed_ops += 1
+        try:
+            self._run(op)
+        except ViolationError:
+            raise  # for whoever let the work run; the stream is not to blame
+        except Exception as error:  # kept, and raised at the owner's next call
+            self._failure, self._failed_op = error, self._num_completed
+        finally:
+            self._num_completed += 1
+            self._world.counts.executed_ops += 1
+
+    def _run(self, op: _Op) -> None:
+        can_run = self._failure is None
+        if op.late is not None:
+            can_run = self._name_accesses(op.late)
+        if not can_run:
+            return
+        if op.event is not None:
+            op.event._stream._raise_failure(op.event._num_ops)
+        elif op.work is not None:
+            op.work()
+
+    def _name_accesses(self, late: _LateAccesses) -> bool:
+        """Let the check be made, of nothing where the work does not run; whether it can."""
+        reads: list[Range] = []
+        writes: list[Range] = []
+        try:
+            if self._failure is None:
+                reads, writes = late.name()
+        finally:
+            can_run = self._world.history.resolve(late.check, reads, writes)
+        return can_run and self._failure is None
 
     def _raise_failure(self, num_ops: int | None = None) -> None:
         if self._failure is not None and (num_ops is None or self._failed_op < num_ops):

@@ -12,6 +12,8 @@ from coldpage.device.simulated_history import (
     AccessHistory,
     CallSite,
     Clock,
+    IoOrder,
+    Origin,
     call_site,
     join_clocks,
 )
@@ -24,7 +26,7 @@ __all__ = ["SimulatedCounts", "SimulatedFaults", "WorkSource", "World"]
 class SimulatedFaults:
     """What goes wrong, and how often (probabilities). May be changed at any time."""
 
-    submission_failure_rate: float = 0.0  # launch and copy raise SubmissionError
+    submission_failure_rate: float = 0.0  # launch, copy and upload raise SubmissionError
     io_failure_rate: float = 0.0  # an I/O job is not run and counts as failed
     io_delay_rate: float = 0.0  # an I/O job is held back ...
     io_delay_rounds: int = 50  # ... for 1 to this many rounds of the scheduler
@@ -72,6 +74,7 @@ class World:
         self.planned_failures: Counter[str | None] = Counter()
         self.is_closed = False
         self._round = 0
+        self._num_origins = 0
 
     def check_open(self) -> None:
         """Raise ClosedError after the device was closed."""
@@ -106,6 +109,21 @@ class World:
         joined = join_clocks(self.host_clock, clock)
         if self.note_wait(site, adds_order=joined != self.host_clock):
             self.host_clock = joined
+
+    def observe_io(self, order: IoOrder, site: CallSite) -> None:
+        """The host learnt at ``site`` that an I/O batch is done."""
+        is_new = not order.is_observed
+        if self.note_wait(site, adds_order=is_new) and is_new:
+            order.observed_at = self._num_origins
+
+    def origin(
+        self, what: str, clock: Clock, place: tuple[int, int] = (-1, 0), io: IoOrder | None = None
+    ) -> Origin:
+        """The caller's next accesses, which come after ``clock``; ``place`` is the stream's number
+        and the operation's in it.
+        """
+        self._num_origins += 1
+        return Origin(what, call_site(), self._num_origins, clock, *place, io)
 
     def maybe_fail_submission(self, stream_name: str) -> None:
         """Raise SubmissionError where a fault is planned or luck has it."""

@@ -77,9 +77,7 @@ class DiskPool:
         """Jobs that write the payload at each address to its slot. The memory stays untouched until
         they end.
         """
-        numbers = np.arange(self._next_write_number, self._next_write_number + slots.size)
-        self._next_write_number += int(slots.size)
-        self._write_number[slots] = numbers
+        numbers = self._register_writes(slots)
         return [
             IoJob(self._writer(slot, number, address), reads=(self._range(address),))
             for slot, number, address in zip(
@@ -99,6 +97,49 @@ class DiskPool:
             )
         ]
 
+    def relocate_jobs(self, src_slots: Int32Array, dst_slots: Int32Array) -> list[IoJob]:
+        """Jobs that copy each source slot's payload to the destination slot beside it. They use no
+        memory of the caller. A job whose source fails its checks says so and writes nothing.
+
+        No slot may be both a source and a destination, since the jobs run in any order.
+        """
+        assert src_slots.shape == dst_slots.shape, "two [num_slots] arrays"
+        assert np.unique(dst_slots).size == dst_slots.size, "each destination once"
+        assert np.intersect1d(src_slots, dst_slots).size == 0, "disjoint slots"
+        src_numbers = self._write_number[src_slots]
+        dst_numbers = self._register_writes(dst_slots)
+        return [
+            IoJob(self._relocator((src, src_number), (dst, dst_number)))
+            for src, src_number, dst, dst_number in zip(
+                src_slots.tolist(),
+                src_numbers.tolist(),
+                dst_slots.tolist(),
+                dst_numbers.tolist(),
+                strict=True,
+            )
+        ]
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots; those that stay keep their payloads, new ones hold none.
+
+        Blocks. Nothing may be in flight on the slots that go. Raises StorageError, changing nothing, when
+        the disk has no room.
+        """
+        assert num_slots > 0, "a pool has at least one slot"
+        self._file.resize(num_slots * self.slot_bytes)
+        numbers = np.zeros(num_slots, np.int64)  # of a slot that holds nothing
+        num_kept = min(num_slots, self.num_slots)
+        numbers[:num_kept] = self._write_number[:num_kept]
+        self._write_number = numbers
+        self.num_slots = num_slots
+
+    def _register_writes(self, slots: Int32Array) -> Int64Array:
+        """A new write number for each slot, the only one under which it is good from now on."""
+        numbers = np.arange(self._next_write_number, self._next_write_number + slots.size)
+        self._next_write_number += int(slots.size)
+        self._write_number[slots] = numbers
+        return numbers
+
     def _range(self, address: int) -> ByteRange:
         return ByteRange(MemAddress(address), self.payload_bytes)
 
@@ -114,54 +155,80 @@ class DiskPool:
     def _writer(self, slot: int, number: int, address: int) -> Callable[[], bool]:
         def write() -> bool:
             header, payload, buffers = self._buffers(address)
-            checksum = xxhash.xxh3_64_intdigest(payload.data)
-            fields = (_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number, checksum)
-            _HEADER.pack_into(header.data, 0, *fields)
-            _CHECKSUM.pack_into(
-                header.data, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size].data)
-            )
-            header[_HEADER.size + _CHECKSUM.size :] = 0  # what this thread last read stays out
+            self._fill_header(header, slot, number, xxhash.xxh3_64_intdigest(payload.data))
             if len(buffers) == 1:
                 bounce = buffers[0][DISK_HEADER_BYTES:]
                 bounce[: self.payload_bytes] = payload
                 bounce[self.payload_bytes :] = 0
-            try:
-                self._file.writev(slot * self.slot_bytes, buffers)
-            except OSError as error:
-                self.last_failure = f"writing slot {slot} of {self._file.path} failed: {error}"
-                return False
-            return True
+            return self._put(slot, buffers)
 
         return write
 
     def _reader(self, slot: int, number: int, address: int) -> Callable[[], bool]:
         def read() -> bool:
             header, payload, buffers = self._buffers(address)
-            try:
-                self._file.readv(slot * self.slot_bytes, buffers)
-            except OSError as error:
-                self.last_failure = f"reading slot {slot} of {self._file.path} failed: {error}"
+            if not self._get(slot, buffers):
                 return False
             if len(buffers) == 1:
                 payload[:] = buffers[0][DISK_HEADER_BYTES : DISK_HEADER_BYTES + self.payload_bytes]
-            if self._is_good(header, payload, slot, number):
-                return True
-            self.last_failure = f"slot {slot} of {self._file.path} does not match its checksum"
-            return False
+            return self._checksum_if_good(header, payload, slot, number) is not None
 
         return read
 
-    def _is_good(
-        self, header: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8], slot: int, number: int
-    ) -> bool:
-        """Whether these are the bytes that were written last to the slot."""
+    def _relocator(self, src: tuple[int, int], dst: tuple[int, int]) -> Callable[[], bool]:
+        """Both are a slot and its write number."""
+
+        def relocate() -> bool:
+            slab = self._slab.array
+            header = slab[:DISK_HEADER_BYTES]
+            payload = slab[DISK_HEADER_BYTES : DISK_HEADER_BYTES + self.payload_bytes]
+            if not self._get(src[0], [slab]):
+                return False
+            checksum = self._checksum_if_good(header, payload, *src)
+            if checksum is None:
+                return False
+            self._fill_header(header, *dst, checksum)
+            slab[DISK_HEADER_BYTES + self.payload_bytes :] = 0
+            return self._put(dst[0], [slab])
+
+        return relocate
+
+    def _get(self, slot: int, buffers: list[_Bytes]) -> bool:
+        try:
+            self._file.readv(slot * self.slot_bytes, buffers)
+        except OSError as error:
+            self.last_failure = f"reading slot {slot} of {self._file.path} failed: {error}"
+            return False
+        return True
+
+    def _put(self, slot: int, buffers: list[_Bytes]) -> bool:
+        try:
+            self._file.writev(slot * self.slot_bytes, buffers)
+        except OSError as error:
+            self.last_failure = f"writing slot {slot} of {self._file.path} failed: {error}"
+            return False
+        return True
+
+    def _fill_header(self, header: _Bytes, slot: int, number: int, checksum: int) -> None:
+        fields = (_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number, checksum)
+        _HEADER.pack_into(header.data, 0, *fields)
+        _CHECKSUM.pack_into(
+            header.data, _HEADER.size, xxhash.xxh3_64_intdigest(header[: _HEADER.size].data)
+        )
+        header[_HEADER.size + _CHECKSUM.size :] = 0  # what this thread last read stays out
+
+    def _checksum_if_good(
+        self, header: _Bytes, payload: _Bytes, slot: int, number: int
+    ) -> int | None:
+        """The payload's checksum if these are the bytes that were written last to the slot."""
         (header_checksum,) = _CHECKSUM.unpack_from(header.data, _HEADER.size)
-        if header_checksum != xxhash.xxh3_64_intdigest(header[: _HEADER.size].data):
-            return False
+        is_intact = header_checksum == xxhash.xxh3_64_intdigest(header[: _HEADER.size].data)
         *fields, checksum = _HEADER.unpack_from(header.data, 0)
-        if fields != [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]:
-            return False
-        return bool(checksum == xxhash.xxh3_64_intdigest(payload.data))
+        expected = [_MAGIC, _FORMAT_VERSION, self.payload_bytes, slot, number]
+        if is_intact and fields == expected and checksum == xxhash.xxh3_64_intdigest(payload.data):
+            return int(checksum)
+        self.last_failure = f"slot {slot} of {self._file.path} does not match its checksum"
+        return None
 
     def payload_location(self, slot: int) -> tuple[Path, int]:
         """The file and the offset of a slot's payload in it."""

@@ -12,17 +12,34 @@ __all__ = ["MemoryPool"]
 
 
 class MemoryPool:
-    """``num_slots`` slots of ``slot_bytes`` in one allocation that the pool owns."""
+    """``num_slots`` slots of ``slot_bytes`` in one allocation that the pool owns, and whose address
+    never changes.
+    """
 
     def __init__(self, device: Device, num_slots: int, slot_bytes: int, kind: MemoryKind) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self._memory = device.allocate(num_slots * slot_bytes, kind)
+        self._memory = device.allocate(num_slots * slot_bytes, kind, is_growable=True)
 
     @property
     def base_address(self) -> MemAddress:
         """Where slot 0 lies."""
         return self._memory.address
+
+    @property
+    def max_slots(self) -> int:
+        """How many slots ``resize`` can give."""
+        return self._memory.max_bytes // self.slot_bytes
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots; those that stay keep their bytes.
+
+        Nothing may be in flight on the slots that go. Raises DeviceError, changing nothing, when
+        there is not enough memory or ``num_slots`` is over ``max_slots``.
+        """
+        assert num_slots > 0, "a pool has at least one slot"
+        self._memory.resize(num_slots * self.slot_bytes)
+        self.num_slots = num_slots
 
     def addresses(self, slots: Int32Array) -> Int64Array:
         """The address of each slot, int64 [len(slots)]."""
