@@ -122,8 +122,8 @@ class DiskPool:
     def resize(self, num_slots: int) -> None:
         """Have ``num_slots`` slots; those that stay keep their payloads, new ones hold none.
 
-        Blocks. Nothing may be in flight on the slots that go. Raises StorageError, changing nothing, when
-        the disk has no room.
+        Blocks. Nothing may be in flight on the slots that go. Raises StorageError, changing
+        nothing, when the disk has no room.
         """
         assert num_slots > 0, "a pool has at least one slot"
         self._file.resize(num_slots * self.slot_bytes)
