@@ -104,9 +104,9 @@ class HotLayout:
         self, layer_group_id: LayerGroupId, block_ordinal: BlockOrdinal
     ) -> LifeCycleId:
         """The life cycle of a block's page in a layer group."""
-        # The sink class comes first; where it is missing the body is the only one.
-        is_last_class = block_ordinal > 0 or self.num_classes == 1
-        return LifeCycleId((layer_group_id + 1) * self.num_classes - (1 if is_last_class else 2))
+        if self.num_classes == 1:
+            return LifeCycleId(layer_group_id)
+        return LifeCycleId(2 * layer_group_id + (0 if block_ordinal == 0 else 1))
 
     def layer_groups_of(self, pool_group: PoolGroupIndex) -> tuple[LayerGroupId, ...]:
         """The layer groups whose pages live in a hot pool group."""
