@@ -1,0 +1,392 @@
+"""What a codec is tried on: hot pools, cold areas, index arrays, and an eye on every byte."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.codecs.base import (
+    BlockOrdinals,
+    BufferDesc,
+    ColdPageCodec,
+    LifeCycleDesc,
+    PageIndices,
+    PoolDesc,
+    PoolGroupDesc,
+)
+from coldpage.codecs.configured import ConfiguredCodec
+from coldpage.device.base import Device, Memory, MemoryKind
+from coldpage.device.simulated import SimulatedDevice
+from coldpage.testing.watched_stream import WatchedStream
+from coldpage.types import (
+    PAGE_INDEX_PAIR,
+    BufferId,
+    BufferRole,
+    DeviceArray,
+    LayerGroupId,
+    LayerId,
+    LifeCycleId,
+    MemAddress,
+    PageClass,
+    PageIndexLocation,
+    PoolGroupIndex,
+    PoolIndex,
+)
+
+__all__ = ["NUM_SLOTS", "CodecRig", "ColdArea", "HotGroupShape", "Indices", "Snapshot"]
+
+NUM_SLOTS: Final = 24  # of each hot pool, and of each cold area
+
+# Around the slots; a multiple of every alignment that a codec may rely on.
+_GUARD_BYTES: Final = 4096
+
+# A codec that blocks is found after this long.
+_HELD_S: Final = 2.0
+
+_Bytes = npt.NDArray[np.uint8]
+Indices = Sequence[int] | npt.NDArray[np.integer]
+
+# The bytes of every memory at some time.
+Snapshot = Mapping[MemAddress, _Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class HotGroupShape:
+    """A hot pool group: bytes of a slot by pool, and the layer groups whose pages live there."""
+
+    pool_bytes: tuple[int, ...]
+    layer_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdArea:
+    """NUM_SLOTS cold pages with guards around them."""
+
+    memory: Memory
+    page_bytes: int
+
+    @property
+    def base(self) -> MemAddress:
+        """Of the first page."""
+        return MemAddress(self.memory.address + _GUARD_BYTES)
+
+    @property
+    def pages(self) -> _Bytes:
+        """All pages, [NUM_SLOTS, page_bytes]."""
+        return _inner(self.memory).reshape(NUM_SLOTS, self.page_bytes)
+
+
+class CodecRig:
+    """A configured codec with pools full of ``contents``, on one device, with one stream.
+
+    Layer group ``g`` has life cycle ``g``, or with sinks ``2g`` and ``2g + 1``. Index pairs and
+    ordinals are overwritten as soon as the contract allows it.
+    """
+
+    def __init__(
+        self,
+        codec: ColdPageCodec,
+        device: Device,
+        shapes: Sequence[HotGroupShape],
+        contents: Callable[[np.random.Generator, int], _Bytes],
+        *,
+        has_sinks: bool,
+    ) -> None:
+        self.device = device
+        self._contents = contents
+        self._rng = np.random.default_rng(3)
+        self._memories: list[Memory] = []
+        self._slots: list[Memory] = []  # pools and areas, with guards
+        self._streams: list[WatchedStream] = []
+        self.stream = self.new_stream()
+        self.pools = [
+            [self._allocate_slots(size, MemoryKind.DEVICE) for size in shape.pool_bytes]
+            for shape in shapes
+        ]
+        self._shapes = shapes
+        self._codec = codec
+        self.groups = [self._describe(index, has_sinks) for index in range(len(shapes))]
+        described = [lc for group in self.groups for lc in group.life_cycles]
+        self.life_cycles = sorted(described, key=lambda lc: lc.life_cycle_id)
+        self.hot_group_of = {
+            lc.life_cycle_id: group.pool_group_index
+            for group in self.groups
+            for lc in group.life_cycles
+        }
+        for group in range(len(shapes)):
+            self.refill(group)
+        self.configured = ConfiguredCodec(codec, self.groups)
+
+    # Memory
+
+    def _allocate(self, num_bytes: int, kind: MemoryKind) -> Memory:
+        memory = self.device.allocate(num_bytes, kind)
+        self._memories.append(memory)
+        return memory
+
+    def _allocate_slots(self, slot_bytes: int, kind: MemoryKind) -> Memory:
+        memory = self._allocate(slot_bytes * NUM_SLOTS + 2 * _GUARD_BYTES, kind)
+        memory.array[:] = self._rng.integers(0, 256, memory.num_bytes)
+        self._slots.append(memory)
+        return memory
+
+    def new_area(self, life_cycle_id: LifeCycleId) -> ColdArea:
+        """Room for cold pages of the life cycle, full of junk."""
+        page_bytes = self.configured.cold_page_bytes[life_cycle_id]
+        return ColdArea(self._allocate_slots(page_bytes, MemoryKind.PINNED), page_bytes)
+
+    def refill(self, group: int) -> None:
+        """New contents for every hot page of a pool group. Nothing may be in flight."""
+        for memory in self.pools[group]:
+            inner = _inner(memory)
+            inner[:] = self._contents(self._rng, inner.size)
+
+    def load(self, life_cycle_id: LifeCycleId, slots: Indices) -> _Bytes:
+        """Copies of hot pages, [num_pages, page_bytes], the pools one after another."""
+        pools = self.pools[self.hot_group_of[life_cycle_id]]
+        return np.concatenate(
+            [_inner(m).reshape(NUM_SLOTS, -1)[np.asarray(slots, np.int64)] for m in pools], axis=1
+        )
+
+    def store(self, life_cycle_id: LifeCycleId, slots: Indices, pages: _Bytes) -> None:
+        """Write hot pages."""
+        start = 0
+        for memory in self.pools[self.hot_group_of[life_cycle_id]]:
+            rows = _inner(memory).reshape(NUM_SLOTS, -1)
+            rows[np.asarray(slots, np.int64)] = pages[:, start : start + rows.shape[1]]
+            start += rows.shape[1]
+
+    def snapshot(self) -> Snapshot:
+        """The bytes of all pools, areas and guards."""
+        return {memory.address: memory.array.copy() for memory in self._slots}
+
+    def check_only_cold_changed(self, before: Snapshot, area: ColdArea, indices: Indices) -> None:
+        """Assert that all bytes are as before, except in these cold pages."""
+        self._check_rest(before, {area.memory.address: np.asarray(indices, np.int64)})
+
+    def check_only_hot_changed(
+        self, before: Snapshot, life_cycle_id: LifeCycleId, slots: Indices
+    ) -> None:
+        """Assert that all bytes are as before, except in these hot slots."""
+        pools = self.pools[self.hot_group_of[life_cycle_id]]
+        self._check_rest(before, {m.address: np.asarray(slots, np.int64) for m in pools})
+
+    def check_nothing_changed(self, before: Snapshot) -> None:
+        """Assert that all bytes are as before."""
+        self._check_rest(before, {})
+
+    def _check_rest(
+        self, before: Snapshot, changed: Mapping[MemAddress, npt.NDArray[np.int64]]
+    ) -> None:
+        for memory in self._slots:
+            if memory.address not in before:
+                continue
+            differs = memory.array != before[memory.address]
+            slots = changed.get(memory.address)
+            if slots is not None:
+                _inner(memory, differs).reshape(NUM_SLOTS, -1)[slots] = False
+            where = np.flatnonzero(differs)
+            assert not where.size, (
+                f"the codec changes {where.size} bytes that are not its own, the first at "
+                f"{memory.address + int(where[0]):#x}, {int(where[0]) - _GUARD_BYTES} bytes after "
+                "the first slot"
+            )
+
+    # Calls
+
+    def new_stream(self) -> WatchedStream:
+        """Another stream of the device."""
+        inner = self.device.create_stream(f"codec{len(self._streams)}")
+        isolates = isinstance(self.device, SimulatedDevice)
+        stream = WatchedStream(inner, self._memories, isolates=isolates)
+        self._streams.append(stream)
+        return stream
+
+    def ordinals(self, life_cycle_id: LifeCycleId, num_pages: int) -> npt.NDArray[np.int32]:
+        """Block ordinals that pages of the life cycle may have."""
+        if self.life_cycles[life_cycle_id].page_class is PageClass.SINK:
+            return np.zeros(num_pages, np.int32)
+        return self._rng.integers(1, 1 << 20, num_pages).astype(np.int32)
+
+    def encode(
+        self,
+        life_cycle_id: LifeCycleId,
+        area: ColdArea,
+        indices: Indices,
+        slots: Indices,
+        ordinals: npt.NDArray[np.int32],
+        stream: WatchedStream | None = None,
+    ) -> None:
+        """Enqueue hot ``slots`` -> cold pages ``indices`` of ``area``."""
+        with self._lend(life_cycle_id, _pairs(indices, slots), ordinals, stream) as lent:
+            self._codec.encode(life_cycle_id, area.base, lent.pairs, lent.stream, lent.ordinals)
+
+    def decode(
+        self,
+        life_cycle_id: LifeCycleId,
+        area: ColdArea,
+        slots: Indices,
+        indices: Indices,
+        ordinals: npt.NDArray[np.int32],
+        stream: WatchedStream | None = None,
+    ) -> None:
+        """Enqueue cold pages ``indices`` of ``area`` -> hot ``slots``."""
+        with self._lend(life_cycle_id, _pairs(slots, indices), ordinals, stream) as lent:
+            self._codec.decode(life_cycle_id, area.base, lent.pairs, lent.stream, lent.ordinals)
+
+    @contextlib.contextmanager
+    def _lend(
+        self,
+        life_cycle_id: LifeCycleId,
+        pairs: npt.NDArray[np.void],
+        ordinals: npt.NDArray[np.int32],
+        stream: WatchedStream | None,
+    ) -> Iterator[_Lent]:
+        stream = self.stream if stream is None else stream
+        wanted = ordinals.copy() if self._codec.needs_positions else None
+        is_on_host = self.configured.locations[life_cycle_id] is PageIndexLocation.HOST
+        lent = _Lent(stream, pairs, wanted) if is_on_host else self._upload(stream, pairs, wanted)
+        stream.is_in_codec_call = True
+        try:
+            yield lent
+        finally:
+            stream.is_in_codec_call = False
+            if is_on_host:
+                pairs[...] = np.zeros((), pairs.dtype)
+                if wanted is not None:
+                    wanted[:] = 0
+            else:
+                for array in (lent.pairs, lent.ordinals):
+                    self._overwrite(stream, array)
+
+    def _upload(
+        self,
+        stream: WatchedStream,
+        pairs: npt.NDArray[np.void],
+        ordinals: npt.NDArray[np.int32] | None,
+    ) -> _Lent:
+        def upload(array: npt.NDArray[np.generic]) -> DeviceArray:
+            memory = self._allocate(max(array.nbytes, 1), MemoryKind.DEVICE)
+            memory.array[:] = 0
+            if array.size:
+                stream.inner.upload(memory.address, np.frombuffer(array.tobytes(), np.uint8))
+            return DeviceArray(memory.address, array.size)
+
+        return _Lent(stream, upload(pairs), None if ordinals is None else upload(ordinals))
+
+    def _overwrite(self, stream: WatchedStream, array: PageIndices | BlockOrdinals | None) -> None:
+        """As soon as what was enqueued so far is done, and not earlier."""
+        if isinstance(array, DeviceArray) and array.size:
+            (memory,) = (m for m in self._memories if m.address == array.address)
+            stream.inner.upload(memory.address, np.zeros(memory.num_bytes, np.uint8))
+
+    def finish(self, stream: WatchedStream | None = None) -> None:
+        """Wait for one stream only, and see what the codec did with it."""
+        (self.stream if stream is None else stream).synchronize()
+        self.check_findings()
+
+    def check_findings(self) -> None:
+        """Assert that no stream and no device has anything to say against the codec."""
+        findings = [finding for stream in self._streams for finding in stream.findings]
+        if isinstance(self.device, SimulatedDevice):
+            findings += [str(violation) for violation in self.device.violations]
+        assert not findings, "\n".join(findings)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Nothing that is enqueued on the stream runs before the end. Yields a check that the codec
+        has not waited for it either.
+        """
+        before = self.snapshot()
+        gate = threading.Event()
+        was_early: list[bool] = []
+        device = self.device
+        if isinstance(device, SimulatedDevice):
+            num_executed = device.counts.executed_ops
+        else:
+            self.stream.inner.launch(
+                lambda: was_early.append(not gate.wait(_HELD_S)), reads=(), writes=()
+            )
+
+        def check() -> None:
+            if isinstance(device, SimulatedDevice):
+                assert device.counts.executed_ops == num_executed, "the codec waits for its work"
+            assert True not in was_early, "the codec waits for its work"
+            self.check_nothing_changed(before)
+
+        try:
+            yield check
+        finally:
+            gate.set()
+
+    def close(self) -> None:
+        """Finish everything, close the codec and free the memory."""
+        try:
+            for stream in self._streams:
+                stream.synchronize()
+            self._codec.close()
+            for memory in self._memories:
+                memory.free()
+        finally:
+            self.device.close()
+        self.check_findings()
+
+    def _describe(self, index: int, has_sinks: bool) -> PoolGroupDesc:
+        shape, memories = self._shapes[index], self.pools[index]
+        pools = tuple(
+            PoolDesc(PoolIndex(pool), MemAddress(memory.address + _GUARD_BYTES), size)
+            for pool, (memory, size) in enumerate(zip(memories, shape.pool_bytes, strict=True))
+        )
+        classes = (PageClass.SINK, PageClass.BODY) if has_sinks else (PageClass.BODY,)
+        life_cycles = tuple(
+            LifeCycleDesc(
+                LifeCycleId(len(classes) * group + number),
+                LayerGroupId(group),
+                page_class,
+                _buffers(group, shape.pool_bytes),
+            )
+            for group in shape.layer_groups
+            for number, page_class in enumerate(classes)
+        )
+        return PoolGroupDesc(PoolGroupIndex(index), NUM_SLOTS, pools, life_cycles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What a codec call is given."""
+
+    stream: WatchedStream
+    pairs: PageIndices
+    ordinals: BlockOrdinals | None
+
+
+def _inner(memory: Memory, array: npt.NDArray[np.generic] | None = None) -> npt.NDArray:  # type: ignore[type-arg]
+    """What lies between the guards."""
+    return (memory.array if array is None else array)[_GUARD_BYTES:-_GUARD_BYTES]
+
+
+def _pairs(dst: Indices, src: Indices) -> npt.NDArray[np.void]:
+    pairs = np.empty(len(dst), PAGE_INDEX_PAIR)
+    pairs["dst"], pairs["src"] = dst, src
+    return pairs
+
+
+def _buffers(layer_group: int, pool_bytes: Sequence[int]) -> tuple[BufferDesc, ...]:
+    """A key and a value for each pool, or a key alone where it has an odd size."""
+    buffers: list[BufferDesc] = []
+    layer_ids = itertools.count(100 * layer_group)
+    for pool, size in enumerate(pool_bytes):
+        layer_id = LayerId(next(layer_ids))
+        roles = ("key", "value") if size % 2 == 0 else ("key",)
+        for number, role in enumerate(roles):
+            part = size // len(roles)
+            buffer_id = BufferId(layer_id, BufferRole(role))
+            buffers.append(BufferDesc(buffer_id, PoolIndex(pool), number * part, part))
+    return tuple(buffers)

@@ -1,0 +1,284 @@
+"""The shipped codec kit on the codecs of this package, and on codecs that are broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from coldpage.codecs import ColdPageCodec, LifeCycleDesc, create_default_cold_page_codec
+from coldpage.testing.codec_kit import DEVICES, CodecConformance, RigMaker
+from coldpage.testing.example_codecs import (
+    CoarseCodec,
+    DeviceIndexCodec,
+    PaddingCodec,
+    PositionCodec,
+    SlowCodec,
+)
+from coldpage.testing.page_codec import HotPages, PageCodec, Strided
+from coldpage.types import DeviceArray, PageClass, PageIndexLocation
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class TestConcatCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return create_default_cold_page_codec()
+
+
+class TestPaddingCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return PaddingCodec(96)
+
+
+class TestDeviceIndexCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return DeviceIndexCodec()
+
+
+class TestSlowCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return SlowCodec(create_default_cold_page_codec(), 0.001)
+
+
+class TestPositionCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return PositionCodec()
+
+
+class TestPositionCodecOnTheDevice(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return PositionCodec(PageIndexLocation.DEVICE)
+
+
+class TestCoarseCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return CoarseCodec()
+
+    def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
+        np.testing.assert_array_equal(restored, original & 0xF0)
+
+
+class TestCoarseCodecWithWholeSinks(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return CoarseCodec(keeps_sinks=True)
+
+    def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
+        mask = 0xFF if life_cycle.page_class is PageClass.SINK else 0xF0
+        np.testing.assert_array_equal(restored, original & mask)
+
+
+# ---------------------------------------------------------------------- the kit itself
+
+
+class _Plain(DeviceIndexCodec):
+    """Concatenates, with host indices: right, until something below breaks it."""
+
+    def __init__(self) -> None:
+        PageCodec.__init__(self, PageIndexLocation.HOST)
+
+
+class _ReadsIndicesLate(_Plain):
+    """Looks at the pairs when its work runs."""
+
+    def encode(self, life_cycle_id: Any, dst_base: Any, pairs: Any, stream: Any, _: Any) -> None:
+        hot = self._hot[life_cycle_id]
+        cold = Strided(dst_base, hot.page_bytes)
+        if pairs.size:
+            dst, src = pairs["dst"].astype(np.int64), pairs["src"].astype(np.int64)
+
+            def work() -> None:
+                cold.view(dst)[pairs["dst"]] = hot.load(pairs["src"].astype(np.int64))
+
+            stream.launch(work, reads=hot.ranges(src), writes=cold.ranges(dst))
+
+
+class _WritesOneByteTooMany(_Plain):
+    """Ends each cold page one byte after its end."""
+
+    def encode(self, *args: Any) -> None:
+        super().encode(*args)
+        _, base, pairs, stream, _ = args
+        if pairs.size:
+            size = self.query_cold_page_bytes(args[0])
+            ends = Strided(base, size).view(np.array([24])).reshape(-1)
+            last = (int(pairs["dst"].max()) + 1) * size
+            stream.launch(lambda: ends.__setitem__(last, ends[last] ^ 1), reads=(), writes=())
+
+
+class _Synchronises(_Plain):
+    """Waits for the stream."""
+
+    def encode(self, *args: Any) -> None:
+        super().encode(*args)
+        args[3].synchronize()
+
+
+class _WaitsForAnEvent(_Plain):
+    """Waits for its work in a way that the stream does not see."""
+
+    def encode(self, *args: Any) -> None:
+        super().encode(*args)
+        args[3].record().synchronize()
+
+
+class _DeclaresNoReads(_Plain):
+    """Reads hot pages without a word."""
+
+    def encode(self, *args: Any) -> None:
+        super().encode(*args[:3], _Undeclaring(args[3], "reads"), *args[4:])
+
+
+class _DeclaresNoWrites(_Plain):
+    """Writes hot pages without a word."""
+
+    def decode(self, *args: Any) -> None:
+        super().decode(*args[:3], _Undeclaring(args[3], "writes"), *args[4:])
+
+
+class _Undeclaring:
+    """Drops ranges on the way to a stream."""
+
+    def __init__(self, stream: Any, which: str) -> None:
+        self._stream, self._which = stream, which
+
+    def launch(self, work: Any, **accesses: Any) -> None:
+        self._stream.launch(work, **(accesses | {self._which: ()}))
+
+
+class _ForgetsAPool(_Plain):
+    """Takes the last pool's part for zeros, where there are several."""
+
+    def to_cold(self, hot: HotPages, pages: _Bytes, ordinals: Any) -> _Bytes:
+        if len(hot.pools) > 1:
+            pages[:, -hot.pools[-1].piece_bytes :] = 0
+        return pages
+
+
+class _KeepsItsFirstStream(_Plain):
+    """Works on the stream of the first call ever after."""
+
+    def encode(self, *args: Any) -> None:
+        stream = self.__dict__.setdefault("stream", args[3])
+        super().encode(*args[:3], stream, *args[4:])
+
+
+class _KeepsQuiet(_Plain):
+    """Takes a rejected submission for success."""
+
+    def encode(self, *args: Any) -> None:
+        try:
+            super().encode(*args)
+        except Exception as error:
+            self.error = error
+
+
+class _DecodesInTwoHalves(_Plain):
+    """One submission a page: a rejected second one comes too late."""
+
+    def decode(self, *args: Any) -> None:
+        for index in range(args[2].size):
+            super().decode(*args[:2], args[2][index : index + 1].copy(), *args[3:])
+
+
+class _LeavesBytesUnwritten(PaddingCodec):
+    """Its padding is whatever was there."""
+
+    def to_cold(self, hot: HotPages, pages: _Bytes, ordinals: Any) -> _Bytes:
+        blobs = super().to_cold(hot, pages, ordinals)
+        blobs[:, -1] = np.random.default_rng().integers(256, size=len(blobs))
+        return blobs
+
+
+class _CountsPages(PositionCodec):
+    """Takes a page's place in the call for its block's ordinal."""
+
+    def to_cold(self, hot: HotPages, pages: _Bytes, ordinals: Any) -> _Bytes:
+        return super().to_cold(hot, pages, np.arange(len(pages)))
+
+    def to_hot(self, hot: HotPages, blobs: _Bytes, ordinals: Any) -> _Bytes:
+        return super().to_hot(hot, blobs, np.arange(len(blobs)))
+
+
+class _ReadsIndicesOnTheHost(DeviceIndexCodec):
+    """Takes the pairs out of device memory before they have arrived."""
+
+    def encode(self, *args: Any) -> None:
+        pairs: DeviceArray = args[2]
+        if pairs.size:
+            words = Strided(pairs.address, 8).view(np.array([pairs.size - 1])).view("<i4")
+            dst, src = words.astype(np.int64).T
+            hot = self._hot[args[0]]
+            cold = Strided(args[1], hot.page_bytes)
+            args[3].launch(
+                lambda: cold.view(dst).__setitem__(dst, hot.load(src)),
+                reads=hot.ranges(src),
+                writes=cold.ranges(dst),
+            )
+
+
+class _BatchesWhatDiffers(_Plain):
+    """Says that two life cycles encode alike, and they do not."""
+
+    def to_cold(self, hot: HotPages, pages: _Bytes, ordinals: Any) -> _Bytes:
+        return pages ^ np.uint8(hot.life_cycle.life_cycle_id)
+
+    def to_hot(self, hot: HotPages, blobs: _Bytes, ordinals: Any) -> _Bytes:
+        return blobs ^ np.uint8(hot.life_cycle.life_cycle_id)
+
+
+_BROKEN: dict[type[ColdPageCodec], str] = {
+    _ReadsIndicesLate: "test_pages_go_out_and_come_back",
+    _WritesOneByteTooMany: "test_pages_go_out_and_come_back",
+    _Synchronises: "test_a_call_does_not_wait_and_nothing_happens_early",
+    _WaitsForAnEvent: "test_a_call_does_not_wait_and_nothing_happens_early",
+    _DeclaresNoReads: "test_pages_go_out_and_come_back",
+    _DeclaresNoWrites: "test_pages_go_out_and_come_back",
+    _ForgetsAPool: "test_pages_go_out_and_come_back",
+    _KeepsItsFirstStream: "test_each_call_uses_its_own_stream_and_base",
+    _KeepsQuiet: "test_a_rejected_submission_is_told_and_can_be_repeated",
+    _DecodesInTwoHalves: "test_a_rejected_submission_is_told_and_can_be_repeated",
+    _LeavesBytesUnwritten: "test_equal_pages_give_equal_blobs",
+    _CountsPages: "test_pages_go_out_and_come_back",
+    _ReadsIndicesOnTheHost: "test_pages_go_out_and_come_back",
+    _BatchesWhatDiffers: "test_life_cycles_of_a_class_encode_alike",
+}
+# What only the simulated device sees.
+_SEEN_IN_SIMULATION = {_DeclaresNoReads, _DeclaresNoWrites, _ReadsIndicesOnTheHost}
+
+
+def _cases() -> Iterator[Any]:
+    for codec, test in _BROKEN.items():
+        for device in DEVICES:
+            if device == "simulated" or codec not in _SEEN_IN_SIMULATION:
+                yield pytest.param(codec, test, device, id=f"{codec.__name__[1:]}-{device}")
+
+
+def _run(make_codec: Any, test: str, device: str) -> None:
+    class Kit(CodecConformance):
+        def make_codec(self) -> ColdPageCodec:
+            codec: ColdPageCodec = make_codec()
+            return codec
+
+    kit = Kit()
+    maker = RigMaker(kit, device)
+    try:
+        getattr(kit, test)(maker)
+    finally:
+        maker.close()
+
+
+@pytest.mark.parametrize(("codec", "test", "device"), list(_cases()))
+def test_the_kit_finds_a_broken_codec(codec: type[ColdPageCodec], test: str, device: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 -- work on a device dies in many ways
+        _run(codec, test, device)
+    assert not isinstance(raised.value, TypeError | NameError | AttributeError), raised.value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("test", sorted(set(_BROKEN.values())))
+def test_the_codec_that_they_are_made_from_passes(test: str, device: str) -> None:
+    _run(_Plain, test, device)
