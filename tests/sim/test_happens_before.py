@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -72,9 +73,13 @@ _actions = st.one_of(
 
 
 class _Pair:
-    """The device and the naive model, driven by the same actions."""
+    """The device and the naive model, driven by the same actions.
 
-    def __init__(self, seed: int) -> None:
+    With ``late``, every so many launches name their ranges only when they run.
+    """
+
+    def __init__(self, seed: int, late: int = 0) -> None:
+        self.late = late
         self.device = SimulatedDevice(seed)
         self.memory = self.device.allocate(_NUM_CELLS * _CELL_BYTES, MemoryKind.DEVICE)
         self.streams = [self.device.create_stream(str(i)) for i in range(_NUM_STREAMS)]
@@ -94,7 +99,10 @@ class _Pair:
 
     def launch(self, index: int, accesses: tuple[list[Cells], list[Cells]]) -> bool:
         reads, writes = self.ranges(accesses[0]), self.ranges(accesses[1])
-        self.streams[index].launch(lambda: None, reads=reads, writes=writes)
+        if self.late and len(self.naive.nodes) % self.late == 0:
+            self.streams[index].launch(lambda: None, reads=lambda: reads, writes=lambda: writes)
+        else:
+            self.streams[index].launch(lambda: None, reads=reads, writes=writes)
         after = self.naive.streams[index] | self.naive.host
         self.naive.streams[index], races = self.naive.add(after, *accesses)
         return races
@@ -164,6 +172,32 @@ def test_the_first_race_is_the_naive_models(
         assert found == ({ViolationKind.RACE} if races else set()), action
         if races:
             return
+
+
+class _ForgetsAll(set[tuple[object, ...]]):
+    """So that each violation counts as new, also at a place that had one."""
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+
+def _findings(seed: int, actions: list[tuple[str, object, object]], late: int) -> list[str]:
+    """What the device says of the program, in its order, without the numbers of lines."""
+    pair = _Pair(seed, late)
+    pair.device._history._known = _ForgetsAll()
+    for action in actions:
+        pair.run(*action)
+    pair.memory.free()
+    pair.device.close()
+    return [re.sub(r":\d+", "", str(v)) for v in pair.device.violations]
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 1000), st.integers(1, 3), st.lists(_actions, max_size=40))
+def test_ranges_named_late_give_the_findings_of_ranges_named_early(
+    seed: int, late: int, actions: list[tuple[str, object, object]]
+) -> None:
+    assert _findings(seed, actions, late) == _findings(seed, actions, 0)
 
 
 @settings(max_examples=100)

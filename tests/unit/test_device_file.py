@@ -128,6 +128,62 @@ def test_the_end_of_the_file_is_an_error(tmp_path: Path) -> None:
     file.close()
 
 
+def test_a_file_grows_and_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "pool"
+    file = BlockFile(path, 4 * _BLOCK)
+    data = _aligned(4 * _BLOCK, seed=5)
+    file.writev(0, [data])
+    file.resize(64 * _BLOCK)
+    assert file.num_bytes == path.stat().st_size == 64 * _BLOCK
+    assert path.stat().st_blocks * 512 >= 64 * _BLOCK
+    file.writev(60 * _BLOCK, [data])
+    back = _aligned(64 * _BLOCK, seed=6)
+    file.readv(0, [back])
+    np.testing.assert_array_equal(back[: 4 * _BLOCK], data)
+    assert not back[4 * _BLOCK : 60 * _BLOCK].any()
+    np.testing.assert_array_equal(back[60 * _BLOCK :], data)
+    file.resize(2 * _BLOCK)
+    assert file.num_bytes == path.stat().st_size == 2 * _BLOCK
+    assert path.stat().st_blocks * 512 < 60 * _BLOCK
+    with pytest.raises(AssertionError, match="inside the file"):
+        file.readv(2 * _BLOCK, [_aligned(_BLOCK)])
+    file.resize(4 * _BLOCK)
+    file.readv(0, [back[: 4 * _BLOCK]])
+    np.testing.assert_array_equal(back[: 2 * _BLOCK], data[: 2 * _BLOCK])
+    assert not back[2 * _BLOCK : 4 * _BLOCK].any()
+    file.close()
+
+
+def test_growing_too_far_changes_nothing(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path / "pool", 4 * _BLOCK)
+    data = _aligned(4 * _BLOCK, seed=5)
+    file.writev(0, [data])
+    with pytest.raises(StorageError, match=r"no room for .* bytes .*make the disk tier smaller"):
+        file.resize(1 << 50)
+    assert file.num_bytes == (tmp_path / "pool").stat().st_size == 4 * _BLOCK
+    back = _aligned(4 * _BLOCK)
+    file.readv(0, [back])
+    np.testing.assert_array_equal(back, data)
+    file.close()
+
+
+def test_space_that_was_taken_in_part_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the C library takes space by writing to each block of it."""
+    file = BlockFile(tmp_path / "pool", 4 * _BLOCK)
+
+    def fallocate(fd: int, offset: int, num_bytes: int) -> None:
+        os.ftruncate(fd, offset + num_bytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(StorageError, match="free some space"):
+        file.resize(64 * _BLOCK)
+    assert file.num_bytes == (tmp_path / "pool").stat().st_size == 4 * _BLOCK
+    file.close()
+
+
 def test_an_io_error_is_passed_on(tmp_path: Path) -> None:
     class Broken(BlockFile):
         def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coldpage.device import host
 from coldpage.device.base import IoJob, MemoryKind
 from coldpage.device.host import MAX_QUEUED_OPS, HostDevice
 from coldpage.device.io import ThreadedIo
 from coldpage.device.progress import Progress
+from coldpage.errors import DeviceError
 
 
 def _nothing() -> None:
@@ -39,6 +46,112 @@ def test_a_view_outlives_its_memory() -> None:
     assert view.shape == (100,)
     view[:] = 6  # the addresses still exist
     device.close()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def _ram_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("smaller", [4096, 5000, 1, (1 << 20) + 7])
+def test_memory_that_shrank_and_grew_reads_zeros(smaller: int) -> None:
+    device = HostDevice()
+    memory = device.allocate((1 << 21) + 9, MemoryKind.DEVICE, is_growable=True)
+    memory.array[:] = 9
+    memory.resize(smaller)
+    memory.resize(1 << 22)
+    assert (memory.array[:smaller] == 9).all()
+    assert not memory.array[smaller:].any()
+    device.close()
+
+
+def test_shrinking_gives_the_ram_back_and_growing_takes_none() -> None:
+    device = HostDevice()
+    size, slack = 64 << 20, 16 << 20
+    memory = device.allocate(size, MemoryKind.DEVICE, is_growable=True)
+    before = _resident_bytes()
+    memory.array[:] = 1
+    assert _resident_bytes() - before > size - slack
+    memory.resize(1 << 20)
+    assert _resident_bytes() - before < slack
+    memory.resize(memory.max_bytes)
+    assert _resident_bytes() - before < slack
+    memory.array[size : size + 100] = 3
+    assert _resident_bytes() - before < slack
+    device.close()
+
+
+def test_growable_memory_can_take_all_ram() -> None:
+    device = HostDevice()
+    memories = [device.allocate(8192, MemoryKind.DEVICE, is_growable=True) for _ in range(10)]
+    assert {memory.max_bytes for memory in memories} == {_ram_bytes()}
+    with pytest.raises(DeviceError, match=r"can not grow to .* set aside for it"):
+        memories[0].resize(_ram_bytes() + 1)
+    device.close()
+
+
+def test_more_than_the_kernel_gives_is_refused_growable_or_not() -> None:
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+        pytest.skip("this kernel promises any amount of memory")
+    device = HostDevice()
+    for is_growable in (False, True):
+        with pytest.raises(DeviceError, match="make the tiers smaller"):
+            device.allocate(1 << 46, MemoryKind.DEVICE, is_growable=is_growable)
+    device.close()
+
+
+def test_a_view_outlives_resized_memory() -> None:
+    device = HostDevice()
+    memory = device.allocate(1 << 22, MemoryKind.DEVICE, is_growable=True)
+    view = memory.array
+    memory.resize(4096)
+    view[-1] = 6  # the addresses still exist
+    memory.resize(8192)
+    memory.array[:] = 7
+    memory.free()
+    assert view[-1] == 0
+    device.close()
+
+
+_LIMITED = """
+import logging, resource, sys
+from coldpage.device.base import MemoryKind
+from coldpage.device.host import HostDevice
+
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + (512 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+device = HostDevice()
+size = 64 << 20
+memories = [device.allocate(size, MemoryKind.DEVICE, is_growable=True) for _ in range(4)]
+for memory in memories:
+    assert size <= memory.max_bytes <= limit
+    memory.array[:] = 1
+assert memories[0].max_bytes > size
+memories[0].resize(memories[0].max_bytes)
+memories[0].array[-1] = 1
+device.close()
+"""
+
+
+def test_where_addresses_are_few_less_is_set_aside_and_said_once() -> None:
+    environment = dict(os.environ, PYTHONPATH=str(Path(host.__file__).parents[2]))
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (sentence,) = done.stdout.splitlines()
+    assert "sets no" in sentence
+    assert "can grow to" in sentence
 
 
 def test_a_stream_overlaps_what_the_caller_does() -> None:

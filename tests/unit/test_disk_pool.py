@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from coldpage.device.base import IoJob, MemoryKind
 from coldpage.device.file import BlockFile
 from coldpage.device.host import HostDevice
+from coldpage.errors import StorageError
 from coldpage.pools import DISK_HEADER_BYTES, DiskPool, disk_slot_bytes
 
 _PAYLOAD = 1000
@@ -192,6 +193,126 @@ def test_the_file_is_private_and_past_the_page_cache(tmp_path: Path, payload_byt
     except OSError:
         pytest.skip("this file system has no O_DIRECT")
     assert rig.file.is_direct
+    rig.close()
+
+
+# ---------------------------------------------------------------------- other sizes
+
+
+def test_a_resized_pool_keeps_what_stays(rig: _Rig) -> None:
+    for slot in range(_NUM_SLOTS):
+        assert rig.write(slot, _payload(slot))
+    rig.pool.resize(_NUM_SLOTS + 3)
+    assert rig.pool.num_slots == _NUM_SLOTS + 3
+    assert rig.path.stat().st_size == (_NUM_SLOTS + 3) * _SLOT
+    assert [rig.read(slot) for slot in range(_NUM_SLOTS)] == [_payload(s) for s in range(4)]
+    assert rig.read(_NUM_SLOTS + 2) is None
+    assert rig.write(_NUM_SLOTS + 2, _payload(9))
+    assert rig.read(_NUM_SLOTS + 2) == _payload(9)
+    rig.pool.resize(2)
+    assert rig.path.stat().st_size == 2 * _SLOT
+    assert [rig.read(slot) for slot in range(2)] == [_payload(0), _payload(1)]
+
+
+def test_what_was_cut_off_never_comes_back(rig: _Rig) -> None:
+    """Not even where the disk lost the cut itself."""
+    assert rig.write(3, _payload(3))
+    old = rig.slot_on_disk(3)
+    rig.pool.resize(2)
+    rig.pool.resize(4)
+    assert rig.read(3) is None
+    rig.put_on_disk(3, old)
+    assert rig.read(3) is None
+
+
+def test_a_pool_that_finds_no_room_stays_as_it_is(rig: _Rig) -> None:
+    assert rig.write(3, _payload(3))
+    with pytest.raises(StorageError, match="has no room"):
+        rig.pool.resize((1 << 50) // _SLOT)
+    assert rig.pool.num_slots == _NUM_SLOTS
+    assert rig.read(3) == _payload(3)
+
+
+def _relocate(rig: _Rig, src: Sequence[int], dst: Sequence[int]) -> list[bool]:
+    jobs = rig.pool.relocate_jobs(np.array(src, np.int32), np.array(dst, np.int32))
+    assert all(job.reads == job.writes == () for job in jobs)
+    batch = rig.device.io.submit(jobs)
+    batch.synchronize()
+    return batch.ok.tolist()
+
+
+@pytest.mark.parametrize("payload_bytes", [1, _PAYLOAD, 4096, 12_288])
+def test_relocated_payloads_are_good_at_their_new_slots(tmp_path: Path, payload_bytes: int) -> None:
+    rig = _Rig(tmp_path / "pool.slots", payload_bytes)
+    for slot in range(_NUM_SLOTS):
+        assert rig.write(slot, _payload(slot, payload_bytes))
+    assert _relocate(rig, [3, 2], [0, 1]) == [True, True]
+    expected = [_payload(slot, payload_bytes) for slot in (3, 2, 2, 3)]
+    assert [rig.read(slot) for slot in range(_NUM_SLOTS)] == expected
+    assert rig.slot_on_disk(0) != rig.slot_on_disk(3)  # each under a header of its own
+    assert _relocate(rig, [0], [2]) == [True]  # and again
+    assert rig.read(2) == expected[0]
+    rig.close()
+
+
+def test_nothing_bad_is_relocated(rig: _Rig) -> None:
+    assert rig.write(0, _payload(0))
+    assert rig.write(1, _payload(1))
+    rig.put_on_disk(0, b"\x01\x02\x03", DISK_HEADER_BYTES + 500)
+    before = rig.slot_on_disk(2)
+    assert _relocate(rig, [0], [2]) == [False]
+    assert "slot 0" in rig.pool.last_failure
+    assert rig.slot_on_disk(2) == before
+    assert rig.read(2) is None
+
+
+def test_a_slot_that_shall_be_overwritten_is_not_good_before_it_is(rig: _Rig) -> None:
+    assert rig.write(0, _payload(0))
+    assert rig.write(1, _payload(1))
+    (job,) = rig.pool.relocate_jobs(np.array([0], np.int32), np.array([1], np.int32))
+    assert rig.read(1) is None
+    assert rig.read(0) == _payload(0)
+    assert job.run()
+    assert rig.read(1) == _payload(0)
+
+
+def test_a_source_that_was_written_again_is_not_relocated(rig: _Rig) -> None:
+    """The job's owner asked for what lay there then."""
+    assert rig.write(0, _payload(0))
+    (job,) = rig.pool.relocate_jobs(np.array([0], np.int32), np.array([1], np.int32))
+    assert rig.write(0, _payload(5))
+    assert not job.run()
+    assert rig.read(1) is None
+
+
+@pytest.mark.parametrize(("src", "dst"), [([0, 1], [1, 2]), ([0, 1], [2, 2]), ([0], [1, 2])])
+def test_slots_that_get_in_each_others_way_are_a_bug(
+    rig: _Rig, src: list[int], dst: list[int]
+) -> None:
+    with pytest.raises(AssertionError):
+        rig.pool.relocate_jobs(np.array(src, np.int32), np.array(dst, np.int32))
+
+
+def test_a_relocation_that_the_disk_fails_is_a_result(tmp_path: Path) -> None:
+    rig = _Rig(tmp_path / "pool.slots", kind=_WritesHalf)
+    assert isinstance(rig.file, _WritesHalf)
+    assert rig.write(0, _payload(0))
+    rig.file.is_broken = True
+    assert _relocate(rig, [0], [1]) == [False]
+    assert rig.read(1) is None
+    assert rig.read(0) == _payload(0)
+    rig.close()
+
+
+def test_many_relocations_at_once(tmp_path: Path) -> None:
+    rig = _Rig(tmp_path / "pool.slots")
+    half = 40
+    rig.pool.resize(2 * half)
+    for slot in range(half):
+        assert rig.write(slot, _payload(slot))
+    order = np.random.default_rng(0).permutation(half).tolist()
+    assert _relocate(rig, order, list(range(half, 2 * half))) == [True] * half
+    assert [rig.read(half + place) for place in range(half)] == [_payload(s) for s in order]
     rig.close()
 
 
