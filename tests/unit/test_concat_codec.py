@@ -20,7 +20,7 @@ from coldpage.codecs import (
 )
 from coldpage.copy_engine import copy_slots
 from coldpage.device.base import Device, MemoryKind
-from coldpage.device.host import HostDevice
+from coldpage.device.host import HostDevice, HostStream
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import CodecError, SubmissionError, UsageError
 from coldpage.pools import MemoryPool
@@ -29,6 +29,7 @@ from coldpage.types import (
     PAGE_INDEX_PAIR,
     LayerGroupId,
     LifeCycleId,
+    PageClass,
     PageIndexLocation,
     PoolGroupIndex,
     PoolIndex,
@@ -78,7 +79,8 @@ class _Rig:
                     for i, pool in enumerate(self.pools[index])
                 ),
                 tuple(
-                    LifeCycleDesc(LifeCycleId(lc), LayerGroupId(lc), ()) for lc in group.life_cycles
+                    LifeCycleDesc(LifeCycleId(lc), LayerGroupId(lc), PageClass.BODY, ())
+                    for lc in group.life_cycles
                 ),
             )
             for index, group in enumerate(self.groups)
@@ -144,7 +146,7 @@ def test_pages_go_out_and_come_back_byte_for_byte(
     assert page_bytes == sum(groups[group])
     cold_pool = MemoryPool(rig.device, _NUM_SLOTS, page_bytes, MemoryKind.PINNED)
     cold_pool.array[:] = 0xCC
-    rig.codec.encode(life_cycle, cold_pool.base_address, _pairs(cold, hot), rig.stream)
+    rig.codec.encode(life_cycle, cold_pool.base_address, _pairs(cold, hot), rig.stream, None)
     rig.stream.synchronize()
     for slot in range(_NUM_SLOTS):
         expected = pages[cold.index(slot)] if slot in cold else b"\xcc" * page_bytes
@@ -152,7 +154,7 @@ def test_pages_go_out_and_come_back_byte_for_byte(
 
     for pool in rig.pools[group]:
         pool.array[:] = 0x11
-    rig.codec.decode(life_cycle, cold_pool.base_address, _pairs(back, cold), rig.stream)
+    rig.codec.decode(life_cycle, cold_pool.base_address, _pairs(back, cold), rig.stream, None)
     rig.stream.synchronize()
     for slot in range(_NUM_SLOTS):
         expected = pages[back.index(slot)] if slot in back else b"\x11" * page_bytes
@@ -172,7 +174,9 @@ def test_life_cycles_of_one_group_read_alike_and_are_one_batch(rig: _Rig) -> Non
     assert sizes == [48, 80, 21, 80]
     cold = MemoryPool(rig.device, 2, 80, MemoryKind.PINNED)
     for slot, life_cycle in enumerate((1, 3)):
-        codec.encode(LifeCycleId(life_cycle), cold.base_address, _pairs([slot], [4]), rig.stream)
+        codec.encode(
+            LifeCycleId(life_cycle), cold.base_address, _pairs([slot], [4]), rig.stream, None
+        )
     rig.stream.synchronize()
     assert cold.array[0].tobytes() == cold.array[1].tobytes() == rig.page(0, 4)
     cold.close()
@@ -189,7 +193,7 @@ def test_one_call_is_one_submission() -> None:
     rig = _Rig(device)
     cold = MemoryPool(device, _NUM_SLOTS, 80, MemoryKind.PINNED)
     slots = range(_NUM_SLOTS)
-    rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs(slots, slots), rig.stream)
+    rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs(slots, slots), rig.stream, None)
     assert device.counts.submissions == 1
     assert device.counts.executed_ops == 0, "it does not synchronise"
     rig.stream.synchronize()
@@ -204,29 +208,47 @@ def test_a_rejected_submission_leaves_both_sides_alone() -> None:
     before = cold.array.copy()
     device.fail_next_submission("codec")
     with pytest.raises(SubmissionError):
-        rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs([0], [0]), rig.stream)
+        rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs([0], [0]), rig.stream, None)
     rig.stream.synchronize()
     assert np.array_equal(cold.array, before)
-    rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs([0], [0]), rig.stream)
+    rig.codec.encode(LifeCycleId(1), cold.base_address, _pairs([0], [0]), rig.stream, None)
     rig.stream.synchronize()
     assert cold.array[0].tobytes() == rig.page(0, 0)
     cold.close()
     rig.close()
 
 
-def test_indices_beyond_two_gigabytes_do_not_wrap() -> None:
-    """Addresses are 64 bits wide although indices are 32: nothing is copied, only looked at."""
-    seen: list[npt.NDArray[np.int64]] = []
-    device = HostDevice()
-    stream = device.create_stream("codec")
-    stream.copy = lambda dst, src, num_bytes: seen.extend([dst, src])  # type: ignore[method-assign]
+class _Recorder(HostStream):
+    """Takes copies down and does none."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[npt.NDArray[np.int64], ...]] = []
+
+    def copy(self, *arrays: npt.NDArray[np.int64]) -> None:
+        self.copies.append(arrays)
+
+
+def test_descriptors_are_one_a_page_and_pool_in_whole_arrays() -> None:
+    """Also where addresses need 64 bits although indices have 32: nothing is copied here."""
     codec = create_default_cold_page_codec()
-    pool = PoolDesc(PoolIndex(0), 1 << 40, 1 << 21)  # type: ignore[arg-type]
-    life_cycle = LifeCycleDesc(LifeCycleId(0), LayerGroupId(0), ())
-    codec.configure([PoolGroupDesc(PoolGroupIndex(0), 1 << 20, (pool,), (life_cycle,))])
-    codec.encode(LifeCycleId(0), 1 << 41, _pairs([5000], [6000]), stream)  # type: ignore[arg-type]
-    assert [int(a[0]) for a in seen] == [(1 << 41) + (5000 << 21), (1 << 40) + (6000 << 21)]
-    device.close()
+    pools = (PoolDesc(PoolIndex(0), 1 << 40, 1 << 21), PoolDesc(PoolIndex(1), 1 << 42, 100))  # type: ignore[arg-type]
+    life_cycle = LifeCycleDesc(LifeCycleId(0), LayerGroupId(0), PageClass.BODY, ())
+    codec.configure([PoolGroupDesc(PoolGroupIndex(0), 1 << 20, pools, (life_cycle,))])
+    stream = _Recorder()
+    base, page = 1 << 44, (1 << 21) + 100
+    codec.encode(LifeCycleId(0), base, _pairs([5000, 1], [6000, 2]), stream, None)  # type: ignore[arg-type]
+    codec.decode(LifeCycleId(0), base, _pairs([6000, 2], [5000, 1]), stream, None)  # type: ignore[arg-type]
+    expected = {
+        (base + cold * page + offset, pool.base_address + hot * pool.slot_bytes, pool.slot_bytes)
+        for cold, hot in ((5000, 6000), (1, 2))
+        for pool, offset in zip(pools, (0, 1 << 21), strict=True)
+    }
+    (cold, hot, size), (hot_again, cold_again, size_again) = stream.copies
+    for arrays in ((cold, hot, size), (cold_again, hot_again, size_again)):
+        assert set(zip(*(array.tolist() for array in arrays), strict=True)) == expected
+        for array in arrays:
+            assert (array.shape, array.dtype) == ((4,), np.int64)
+            assert array.flags.c_contiguous
 
 
 # ---------------------------------------------------------------------- misuse
@@ -246,7 +268,7 @@ def test_an_unconfigured_codec_says_so() -> None:
             query(LifeCycleId(2))
     for transform in (codec.encode, codec.decode):
         with pytest.raises(UsageError, match=sentence):
-            transform(LifeCycleId(2), 4096, _pairs([0], [0]), stream)  # type: ignore[arg-type]
+            transform(LifeCycleId(2), 4096, _pairs([0], [0]), stream, None)  # type: ignore[arg-type]
     assert device.counts.submissions == 0
     device.close()
 
