@@ -38,12 +38,11 @@ def _close_rigs() -> Iterator[None]:
 
 
 def _rig(
-    codec: ColdPageCodec, device: Device | None = None, *, has_sinks: bool = False
+    codec: ColdPageCodec, device: SimulatedDevice | None = None, *, has_sinks: bool = False
 ) -> CodecRig:
-    device = SimulatedDevice() if device is None else device
     rig = CodecRig(
         codec,
-        device,
+        SimulatedDevice() if device is None else device,
         _SHAPES,
         lambda rng, size: rng.integers(0, 256, size, np.uint8),
         has_sinks=has_sinks,
