@@ -1,9 +1,12 @@
-"""Cold-page codecs: the interface, and the lossless default."""
+"""Cold-page codecs: the interface, the lossless default, and what a manager keeps of one."""
 
 from coldpage.codecs.base import (
+    BlockOrdinals,
     BufferDesc,
     ColdPageCodec,
     LifeCycleDesc,
+    PageIndexPairs,
+    PageIndices,
     PoolDesc,
     PoolGroupDesc,
 )
@@ -11,10 +14,13 @@ from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.codecs.configured import ConfiguredCodec, take_codec
 
 __all__ = [
+    "BlockOrdinals",
     "BufferDesc",
     "ColdPageCodec",
     "ConfiguredCodec",
     "LifeCycleDesc",
+    "PageIndexPairs",
+    "PageIndices",
     "PoolDesc",
     "PoolGroupDesc",
     "create_default_cold_page_codec",
