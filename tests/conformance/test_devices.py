@@ -54,8 +54,9 @@ class _LazyDevice(HostDevice):
 
         def upload(dst, data):  # type: ignore[no-untyped-def]
             if len(data):
-                one = [np.array([value]) for value in (dst, data.ctypes.data, len(data))]
-                stream.launch(lambda: run_copies(tuple(one)), reads=(), writes=())
+                source, size = np.array([data.ctypes.data]), np.array([len(data)])
+                copies = np.array([dst]), source, size
+                stream.launch(lambda: run_copies(copies), reads=(), writes=())
 
         stream.upload = upload  # type: ignore[method-assign]
         return stream

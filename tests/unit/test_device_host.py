@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,10 @@ from coldpage.errors import DeviceError
 
 def _nothing() -> None:
     pass
+
+
+def _wait_for(gate: threading.Event) -> None:
+    gate.wait(20.0)
 
 
 def test_threads_end_with_the_device() -> None:
@@ -50,6 +55,10 @@ def test_a_view_outlives_its_memory() -> None:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def _overcommit() -> str:
+    return Path("/proc/sys/vm/overcommit_memory").read_text().strip()
 
 
 def _ram_bytes() -> int:
@@ -93,8 +102,31 @@ def test_growable_memory_can_take_all_ram() -> None:
     device.close()
 
 
+def _kernel_flags(address: int) -> list[str]:
+    """What the kernel knows of the region around ``address``."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        region = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if region:
+            is_inside = int(region[1], 16) <= address < int(region[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no region around {address:#x}")
+
+
+def test_the_kernel_counts_no_memory_for_what_is_set_aside() -> None:
+    if _overcommit() == "2":
+        pytest.skip("this kernel counts all memory as used")
+    device = HostDevice()
+    memory = device.allocate(8192, MemoryKind.DEVICE, is_growable=True)
+    assert "nr" in _kernel_flags(memory.address)  # no reserve
+    fixed = device.allocate(8192, MemoryKind.DEVICE)
+    assert "nr" not in _kernel_flags(fixed.address)
+    device.close()
+
+
 def test_more_than_the_kernel_gives_is_refused_growable_or_not() -> None:
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+    if _overcommit() == "1":
         pytest.skip("this kernel promises any amount of memory")
     device = HostDevice()
     for is_growable in (False, True):
@@ -158,7 +190,7 @@ def test_a_stream_overlaps_what_the_caller_does() -> None:
     device = HostDevice()
     stream = device.create_stream("a")
     gate = threading.Event()
-    stream.launch(lambda: gate.wait(20.0) and None, reads=(), writes=())
+    stream.launch(lambda: _wait_for(gate), reads=(), writes=())
     event = stream.record()
     assert not event.is_done()
     gate.set()
@@ -170,7 +202,7 @@ def test_a_full_queue_holds_the_submitter_until_there_is_room() -> None:
     device = HostDevice()
     stream = device.create_stream("a")
     gate = threading.Event()
-    stream.launch(lambda: gate.wait(20.0) and None, reads=(), writes=())
+    stream.launch(lambda: _wait_for(gate), reads=(), writes=())
     seen: list[int] = []
 
     def submit() -> None:

@@ -238,7 +238,7 @@ def _relocate(rig: _Rig, src: Sequence[int], dst: Sequence[int]) -> list[bool]:
     assert all(job.reads == job.writes == () for job in jobs)
     batch = rig.device.io.submit(jobs)
     batch.synchronize()
-    return batch.ok.tolist()
+    return [bool(good) for good in batch.ok]
 
 
 @pytest.mark.parametrize("payload_bytes", [1, _PAYLOAD, 4096, 12_288])
