@@ -1,17 +1,17 @@
-"""What a manager tells a codec, and how it refuses one that breaks its contract."""
+"""What a manager does with the codecs it is given, from the call that takes them to ``close``."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coldpage.codecs import ColdPageCodec, PoolGroupDesc, create_default_cold_page_codec
+from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
 from coldpage.config import (
     AttentionLayerConfig,
     BufferConfig,
@@ -22,10 +22,11 @@ from coldpage.config import (
     KVCacheManagerConfig,
 )
 from coldpage.device.host import HostDevice
-from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError, UsageError
+from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.manager import KVCacheManager
-from coldpage.manager.levels import LevelBuilder
-from coldpage.types import BufferRole, LayerId, LifeCycleId, PageIndexLocation
+from coldpage.testing.example_codecs import CoarseCodec, DeviceIndexCodec, PaddingCodec
+from coldpage.types import BufferRole, LayerId, PageClass, PageIndexLocation
+from tests.unit.answering_codec import AnsweringCodec
 
 _KEY, _VALUE = BufferRole("key"), BufferRole("value")
 
@@ -40,270 +41,279 @@ _LAYERS = (_layer(7, 64, 64, None), _layer(8, 64, 64, 9000), _layer(9, 32, 96, 9
 
 
 def _config(
-    hot_bytes: int = 1 << 20,
-    host_bytes: int | None = 1 << 20,
-    disk: DiskTierConfig | None = None,
+    *cold: CacheTierConfig, hot_bytes: int = 1 << 20, **settings: Any
 ) -> KVCacheManagerConfig:
-    cold: list[CacheTierConfig] = [] if host_bytes is None else [HostTierConfig(host_bytes)]
-    if disk is not None:
-        cold.append(disk)
-    return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), _LAYERS)
+    return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), _LAYERS, **settings)
 
 
-class _Codec(ColdPageCodec):
-    """The default codec, with answers of one's own, and a note of what it was asked in order."""
-
-    codec_id = "odd"
-
-    def __init__(self, **answers: Any) -> None:
-        self._inner = create_default_cold_page_codec()
-        self._answers = answers
-        self.num_answers_left = 1000
-        self.calls: list[str] = []
-        self.described: list[PoolGroupDesc] = []
-
-    def _answer(self, name: str, life_cycle_id: LifeCycleId, default: Any) -> Any:
-        self.calls.append(name)
-        if not self.num_answers_left:
-            raise ZeroDivisionError("a bug in the codec")
-        self.num_answers_left -= 1
-        answer = self._answers.get(name, {})
-        return answer[life_cycle_id] if life_cycle_id in answer else default(life_cycle_id)
-
-    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
-        self.calls.append("configure")
-        self.described = list(pool_groups)
-        if "error" in self._answers:
-            raise self._answers["error"]
-        self._inner.configure(pool_groups)
-
-    def query_cold_page_bytes(self, life_cycle_id: LifeCycleId) -> int:
-        return self._answer("num_bytes", life_cycle_id, self._inner.query_cold_page_bytes)
-
-    def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        default = self._inner.get_batching_layer_group_id
-        return self._answer("representative", life_cycle_id, default)
-
-    def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        return self._answer("location", life_cycle_id, self._inner.query_page_index_location)
-
-    def encode(self, *args: Any) -> None:
-        self._inner.encode(*args)
-
-    def decode(self, *args: Any) -> None:
-        self._inner.decode(*args)
+_HOST = HostTierConfig(1 << 20)
 
 
-# What the codec answers, and the sentence that refuses it.
-_BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "zero size": (
-        {"num_bytes": {1: 0}},
-        "codec odd has a cold page of 0 bytes for life cycle 1: "
-        "return its fixed, positive size from query_cold_page_bytes",
-    ),
-    "negative size": (
-        {"num_bytes": {0: -128}},
-        "codec odd has a cold page of -128 bytes for life cycle 0: "
-        "return its fixed, positive size from query_cold_page_bytes",
-    ),
-    "device indices": (
-        {"location": dict.fromkeys(range(3), PageIndexLocation.DEVICE)},
-        "codec odd wants its page indices in device memory, which this device does not offer: "
-        "use host indices",
-    ),
-    "no location": (
-        {"location": {2: None}},
-        "codec odd wants the page indices of life cycle 2 at None: "
-        "return a PageIndexLocation from query_page_index_location",
-    ),
-    "negative representative": (
-        {"representative": {0: -1}},
-        "codec odd batches life cycle 0 as -1: "
-        "return the smallest life cycle of its class from get_batching_layer_group_id",
-    ),
-    "representative above its member": (
-        {"representative": {0: 1, 1: 1}},
-        "codec odd batches life cycle 0 as 1: "
-        "return the smallest life cycle of its class from get_batching_layer_group_id",
-    ),
-    "unknown representative": (
-        {"representative": {2: 99}},
-        "codec odd batches life cycle 2 as 99: "
-        "return the smallest life cycle of its class from get_batching_layer_group_id",
-    ),
-    "representative of something else": (
-        {"representative": {1: 0, 2: 1}},
-        "codec odd batches life cycle 2 as 1, and that one as 0: "
-        "a representative must stand for itself",
-    ),
-    "two hot pool groups": (
-        {"representative": {2: 0}, "num_bytes": dict.fromkeys(range(3), 128)},
-        "codec odd batches life cycles 0 and 2 of two hot pool groups: keep them apart",
-    ),
-    "different cold sizes": (
-        {"num_bytes": {1: 64}},
-        "codec odd batches life cycles 0 and 1 with cold pages of 128 and 64 bytes: "
-        "keep them apart",
-    ),
+def _groups(manager: KVCacheManager, level: int) -> list[list[int]]:
+    return [list(group.life_cycles) for group in manager.stats().levels[level].pool_groups]
+
+
+# ---------------------------------------------------------------------- validation
+
+_BROKEN: dict[str, dict[str, Any]] = {
+    "a size of zero": {"query_cold_page_bytes": {1: 0}},
+    "no location": {"query_page_index_location": {2: None}},
+    "a class across hot pool groups": {"get_batching_layer_group_id": {2: 0}},
+    "a refusal": {"configure": CodecError("no")},
+    "a bug": {"configure": ZeroDivisionError("no")},
 }
 
 
-@pytest.mark.parametrize(("answers", "sentence"), _BROKEN.values(), ids=_BROKEN.keys())
-@pytest.mark.parametrize("host_bytes", [None, 1 << 20], ids=["hot only", "with host"])
-def test_a_broken_contract_is_refused_in_one_sentence(
-    answers: dict[str, Any], sentence: str, host_bytes: int | None
+@pytest.mark.parametrize("cold", [(), (_HOST,)], ids=["hot only", "with host"])
+@pytest.mark.parametrize("answers", _BROKEN.values(), ids=_BROKEN.keys())
+def test_a_broken_codec_is_refused_and_closed(
+    answers: dict[str, Any], cold: tuple[CacheTierConfig, ...]
 ) -> None:
     """Also where no page will ever leave the hot level: a codec is right or it is not."""
-    codec = _Codec(**answers)
-    with pytest.raises(CodecError) as raised:
-        KVCacheManager(_config(host_bytes=host_bytes), codec=codec)
-    assert str(raised.value) == sentence
-    assert isinstance(raised.value, ConfigurationError)
+    codec = AnsweringCodec(**answers)
+    with pytest.raises(CodecError):
+        KVCacheManager(_config(*cold), codec=codec)
     assert codec.is_consumed
+    assert codec.num_closed == 1
 
 
-def test_a_codec_that_batches_nothing_is_right() -> None:
-    codec = _Codec(representative={0: 0, 1: 1, 2: 2}, num_bytes={0: 128, 1: 64, 2: 64})
-    KVCacheManager(_config(), codec=codec).close()
+def test_a_broken_codec_of_one_tier_is_refused_and_all_are_closed() -> None:
+    good, broken = AnsweringCodec(), AnsweringCodec(query_cold_page_bytes={0: 0})
+    broken.codec_id = "broken"
+    with pytest.raises(CodecError, match=r"^codec broken has a cold page of 0 bytes"):
+        KVCacheManager(_config(_HOST, HostTierConfig(1 << 20, broken)), codec=good)
+    assert (good.num_closed, broken.num_closed) == (1, 1)
 
 
-@pytest.mark.parametrize("error", [CodecError("no"), ZeroDivisionError("a bug in the codec")])
-def test_what_a_codec_raises_reaches_the_caller(error: Exception) -> None:
-    codec = _Codec(error=error)
-    with pytest.raises(type(error)) as raised:
-        KVCacheManager(_config(), codec=codec)
-    assert raised.value is error
-    assert codec.is_consumed
-    assert codec.calls == ["configure"]
+def test_two_formats_of_one_name_are_refused() -> None:
+    same, other = AnsweringCodec(), AnsweringCodec(query_cold_page_bytes={2: 99})
+    with pytest.raises(CodecError, match="two codecs are both called odd v1 and differ"):
+        KVCacheManager(_config(_HOST, HostTierConfig(1 << 20, other)), codec=same)
 
 
 def test_whenever_a_codec_raises_nothing_is_left_behind(tmp_path: Path) -> None:
     """Its device, which is the caller's, has neither threads nor memory of the manager."""
-    complete = _Codec()
-    config = _config(disk=DiskTierConfig(str(tmp_path), 1 << 20))
-    KVCacheManager(config, codec=complete).close()
-    num_answers = len(complete.calls) - 1
+    config = _config(_HOST, DiskTierConfig(str(tmp_path), 1 << 20))
+    methods = (
+        "configure",
+        "query_cold_page_bytes",
+        "query_page_index_location",
+        "get_batching_layer_group_id",
+    )
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    for num_answers_left in range(num_answers):
-        codec = _Codec()
-        codec.num_answers_left = num_answers_left
+    for method in methods:
+        codec = AnsweringCodec(**{method: ZeroDivisionError("a bug in the codec")})
         device = HostDevice()
-        with pytest.raises(ZeroDivisionError):
+        threads_before = set(threading.enumerate())
+        with pytest.raises(CodecError, match=f"^codec odd failed in {method}"):
             KVCacheManager(config, codec=codec, device=device)
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) == threads_before
         assert len(os.listdir("/proc/self/fd")) == files
         device.close()
+        assert set(threading.enumerate()) == threads
     KVCacheManager(config).close()
 
 
-# ---------------------------------------------------------------------- consumption
+# ---------------------------------------------------------------------- consumption and end
 
 
 def _succeeds(codec: ColdPageCodec) -> None:
+    KVCacheManager(_config(_HOST), codec=codec).close()
+
+
+def _succeeds_without_cold_tiers(codec: ColdPageCodec) -> None:
     KVCacheManager(_config(), codec=codec).close()
+
+
+def _succeeds_in_a_tier(codec: ColdPageCodec) -> None:
+    KVCacheManager(_config(HostTierConfig(1 << 20, codec))).close()
 
 
 def _has_no_room(codec: ColdPageCodec) -> None:
-    with pytest.raises(ConfigurationError, match="the hot tier of 1 bytes"):
-        KVCacheManager(_config(hot_bytes=1), codec=codec)
+    with pytest.raises(ConfigurationError, match="tier of 1 bytes"):
+        KVCacheManager(_config(_HOST, hot_bytes=1), codec=codec)
 
 
 def _has_no_cold_room(codec: ColdPageCodec) -> None:
-    with pytest.raises(ConfigurationError, match="a cold tier of 1 bytes"):
-        KVCacheManager(_config(host_bytes=1), codec=codec)
+    with pytest.raises(ConfigurationError, match="tier of 1 bytes"):
+        KVCacheManager(_config(HostTierConfig(1)), codec=codec)
 
 
-@pytest.mark.parametrize("first", [_succeeds, _has_no_room, _has_no_cold_room])
-def test_a_codec_is_consumed_whether_or_not_construction_succeeds(
+def _has_no_room_in_a_tier(codec: ColdPageCodec) -> None:
+    with pytest.raises(ConfigurationError, match="tier of 1 bytes"):
+        KVCacheManager(_config(HostTierConfig(1, codec)))
+
+
+def _stands_beside_a_consumed_one(codec: ColdPageCodec) -> None:
+    with pytest.raises(CodecConsumedError):
+        KVCacheManager(_config(_HOST, HostTierConfig(1 << 20, codec)), codec=_consumed())
+
+
+def _consumed() -> ColdPageCodec:
+    codec = create_default_cold_page_codec()
+    codec.is_consumed = True
+    return codec
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        _succeeds,
+        _succeeds_without_cold_tiers,
+        _succeeds_in_a_tier,
+        _has_no_room,
+        _has_no_cold_room,
+        _has_no_room_in_a_tier,
+        _stands_beside_a_consumed_one,
+    ],
+)
+def test_a_codec_is_consumed_and_closed_whether_or_not_construction_succeeds(
     first: Callable[[ColdPageCodec], None],
 ) -> None:
-    codec = _Codec()
+    codec = AnsweringCodec()
     first(codec)
+    assert codec.is_consumed
+    assert codec.num_closed == 1
     calls = list(codec.calls)
-    with pytest.raises(CodecConsumedError) as raised:
-        KVCacheManager(_config(), codec=codec)
-    assert str(raised.value) == (
-        "this codec belongs to another manager already: make a new one for each manager"
-    )
-    assert isinstance(raised.value, UsageError)
+    for again in (_config(_HOST), _config()):
+        with pytest.raises(CodecConsumedError):
+            KVCacheManager(again, codec=codec)
+    with pytest.raises(CodecConsumedError):
+        KVCacheManager(_config(HostTierConfig(1 << 20, codec)))
     assert codec.calls == calls, "a consumed codec is not asked anything again"
+    assert codec.num_closed == 1
 
 
-def test_a_codec_is_configured_once_and_before_it_is_asked_anything() -> None:
-    codec = _Codec()
-    KVCacheManager(_config(), codec=codec).close()
+def test_a_codec_lives_as_long_as_its_manager() -> None:
+    codec = AnsweringCodec()
+    manager = KVCacheManager(_config(_HOST), codec=codec)
     assert codec.calls[0] == "configure"
     assert codec.calls.count("configure") == 1
+    assert codec.num_closed == 0
+    manager.close()
+    manager.close()
+    assert codec.num_closed == 1
 
 
 def test_each_manager_makes_a_default_codec_of_its_own() -> None:
     for _ in range(2):
-        KVCacheManager(_config()).close()
+        with KVCacheManager(_config(_HOST)) as manager:
+            assert [level.codec for level in manager.stats().levels] == ["", "concat v1"]
+
+
+def test_what_is_no_codec_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'int4' is no codec"):
+        KVCacheManager(_config(_HOST), codec="int4")  # type: ignore[arg-type]
+
+
+def test_one_codec_may_serve_two_tiers() -> None:
+    codec = AnsweringCodec()
+    tiers = HostTierConfig(1 << 20, codec), HostTierConfig(1 << 20, codec)
+    with KVCacheManager(_config(*tiers)) as manager:
+        assert [level.codec for level in manager.stats().levels] == ["", "odd v1", "odd v1"]
+    assert codec.calls.count("configure") == 1
+    assert codec.num_closed == 1
+
+
+def test_a_tier_may_name_its_own_codec(tmp_path: Path) -> None:
+    tiers = _HOST, DiskTierConfig(str(tmp_path), 1 << 20, CoarseCodec())
+    with KVCacheManager(_config(*tiers), codec=PaddingCodec(64)) as manager:
+        names = [level.codec for level in manager.stats().levels]
+        assert names == ["", "padding v1 alignment=64", "coarse v1 nibbles"]
+        sizes = [{g.slot_bytes for g in level.pool_groups} for level in manager.stats().levels[:2]]
+        assert sizes == [{128}, {128, 192}]
+
+
+def test_a_codec_may_want_its_indices_in_device_memory() -> None:
+    with KVCacheManager(_config(_HOST), codec=DeviceIndexCodec()) as manager:
+        assert manager.stats().levels[1].codec == "device-index v1"
 
 
 # ---------------------------------------------------------------------- what a codec is told
 
 
-def test_the_description_is_where_the_bytes_are() -> None:
-    codec = _Codec()
-    with KVCacheManager(_config(), codec=codec) as manager:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_description_is_where_the_bytes_are(has_sinks: bool) -> None:
+    codec = AnsweringCodec()
+    config = _config(_HOST, separate_sink_pages=has_sinks)
+    with KVCacheManager(config, codec=codec) as manager:
         groups = codec.described
         assert [g.pool_group_index for g in groups] == [0, 1]
-        assert [[lc.life_cycle_id for lc in g.life_cycles] for g in groups] == [[0, 1], [2]]
+        ids = [[lc.life_cycle_id for lc in g.life_cycles] for g in groups]
+        assert ids == ([[0, 1, 2, 3], [4, 5]] if has_sinks else [[0, 1], [2]])
         assert [[p.slot_bytes for p in g.pools] for g in groups] == [[128], [96, 32]]
         assert [[p.pool_index for p in g.pools] for g in groups] == [[0], [0, 1]]
-        described: dict[tuple[int, str], tuple[int, int, int, int]] = {}
+        described: dict[tuple[int, str], set[tuple[int, int, int, int]]] = {}
         for group in groups:
             for life_cycle in group.life_cycles:
-                assert life_cycle.layer_group_id == life_cycle.life_cycle_id
+                _check_class(life_cycle, has_sinks)
                 for b in life_cycle.buffers:
                     pool = group.pools[b.pool_index]
-                    described[b.buffer_id.layer_id, b.buffer_id.role] = (
-                        pool.base_address + b.offset_bytes,
-                        pool.slot_bytes,
-                        b.num_bytes,
-                        group.num_slots,
+                    described.setdefault((b.buffer_id.layer_id, b.buffer_id.role), set()).add(
+                        (
+                            pool.base_address + b.offset_bytes,
+                            pool.slot_bytes,
+                            b.num_bytes,
+                            group.num_slots,
+                        )
                     )
         assert len(described) == 6
-        for (layer_id, role), (address, stride, num_bytes, num_slots) in described.items():
+        for (layer_id, role), places in described.items():
+            ((address, stride, num_bytes, num_slots),) = places  # the same for both classes
             array = manager.hot_array(LayerId(layer_id), BufferRole(role))
             assert array.shape == (num_slots, num_bytes)
             assert array.strides == (stride, 1)
             assert array.dtype == np.uint8
             assert array.ctypes.data == address
+        del array  # a view must not outlive the manager
         # Layers whose pages go stale at different times share a pool group, so the same addresses.
         assert described[7, _KEY] == described[8, _KEY]
-        # A layer's key and value lie side by side.
-        assert described[7, _VALUE][0] == described[7, _KEY][0] + 64
-        del array  # a view must not outlive the manager
-        described_slots = {g.num_slots for g in groups}
-    assert all(described_slots)
+
+
+def _check_class(life_cycle: Any, has_sinks: bool) -> None:
+    """Sink and body of each layer group in turn, or a body alone."""
+    if not has_sinks:
+        assert life_cycle.layer_group_id == life_cycle.life_cycle_id
+        assert life_cycle.page_class is PageClass.BODY
+        return
+    assert life_cycle.layer_group_id == life_cycle.life_cycle_id // 2
+    is_sink = life_cycle.page_class is PageClass.SINK
+    assert is_sink == (life_cycle.life_cycle_id % 2 == 0)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "pool_group_of", "num_groups"),
+    ("sizes", "groups"),
     [
         # One hot pool group, two cold ones; and a cold one across two hot ones.
-        ({0: 100, 1: 50, 2: 100}, [0, 1, 0], 2),
-        ({0: 128, 1: 128, 2: 128}, [0, 0, 0], 1),
-        ({0: 1, 1: 2, 2: 3}, [0, 1, 2], 3),
+        ({0: 100, 1: 50, 2: 100}, [[0, 2], [1]]),
+        ({0: 128, 1: 128, 2: 128}, [[0, 1, 2]]),
+        ({0: 1, 1: 2, 2: 3}, [[0], [1], [2]]),
     ],
 )
 def test_cold_levels_are_grouped_by_cold_size_alone(
-    sizes: dict[int, int], pool_group_of: list[int], num_groups: int
+    sizes: dict[int, int], groups: list[list[int]]
 ) -> None:
-    codec = _Codec(num_bytes=sizes, representative={0: 0, 1: 1, 2: 2})
-    device = HostDevice()
-    builder = LevelBuilder(_config(host_bytes=60_000), device)
-    hot, host = builder.build(codec).levels
-    assert hot.pool_group_of.tolist() == [0, 0, 1]
-    assert host.pool_group_of.tolist() == pool_group_of
-    assert len(host.allocators) == len(host.memory) == num_groups
-    for life_cycle, size in sizes.items():
-        (pool,) = host.memory[pool_group_of[life_cycle]]
-        assert pool.slot_bytes == size
-        assert pool.num_slots == host.allocators[pool_group_of[life_cycle]].num_slots
-    used = sum(pools[0].num_slots * pools[0].slot_bytes for pools in host.memory)
-    assert 60_000 - sum(set(sizes.values())) < used <= 60_000
-    builder.close()
-    device.close()
+    codec = AnsweringCodec(
+        query_cold_page_bytes=sizes, get_batching_layer_group_id={0: 0, 1: 1, 2: 2}
+    )
+    with KVCacheManager(_config(HostTierConfig(60_000)), codec=codec) as manager:
+        assert _groups(manager, 0) == [[0, 1], [2]]
+        assert _groups(manager, 1) == groups
+        host = manager.stats().levels[1]
+        for group, life_cycles in zip(host.pool_groups, groups, strict=True):
+            assert {sizes[lc] for lc in life_cycles} == {group.slot_bytes}
+        assert 60_000 - sum(set(sizes.values())) < host.total_bytes <= 60_000
+
+
+def test_page_classes_share_a_hot_pool_group_and_not_a_cold_one() -> None:
+    config = _config(_HOST, separate_sink_pages=True)
+    with KVCacheManager(config, codec=CoarseCodec(keeps_sinks=True)) as manager:
+        assert _groups(manager, 0) == [[0, 1, 2, 3], [4, 5]]
+        assert _groups(manager, 1) == [[0, 2, 4], [1, 3, 5]]
+        assert [g.slot_bytes for g in manager.stats().levels[1].pool_groups] == [128, 64]
+
+
+def test_index_locations_may_differ_between_classes() -> None:
+    answers = {"query_page_index_location": {2: PageIndexLocation.DEVICE}}
+    with KVCacheManager(_config(_HOST), codec=AnsweringCodec(**answers)) as manager:
+        assert manager.stats().levels[1].codec == "odd v1"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from coldpage.codecs import (
-    ColdPageCodec,
     ConfiguredCodec,
     LifeCycleDesc,
     PoolDesc,
@@ -28,6 +27,7 @@ from coldpage.types import (
     PoolGroupIndex,
     PoolIndex,
 )
+from tests.unit.answering_codec import AnsweringCodec
 
 _HOST, _DEVICE = PageIndexLocation.HOST, PageIndexLocation.DEVICE
 
@@ -48,53 +48,6 @@ def _group(index: int, pool_bytes: Sequence[int], *life_cycles: int) -> PoolGrou
 
 # Life cycles 0, 1, 4 and 5 share a hot pool group; 2 and 3 have another.
 _GROUPS = (_group(0, (96, 32), 0, 1, 4, 5), _group(1, (128,), 2, 3))
-
-
-class _Codec(ColdPageCodec):
-    """The answers of the default codec, or others, and a note of what was asked in order."""
-
-    codec_id = "odd"
-
-    def __init__(self, **answers: Any) -> None:
-        self._inner = create_default_cold_page_codec()
-        self._answers = answers
-        self.calls: list[str] = []
-        self.described: list[PoolGroupDesc] = []
-        self.num_closed = 0
-
-    def _answer(self, name: str, life_cycle_id: LifeCycleId) -> Any:
-        self.calls.append(f"{name} {life_cycle_id}")
-        answers = self._answers.get(name, {})
-        if isinstance(answers, Exception):
-            raise answers
-        if life_cycle_id in answers:
-            return answers[life_cycle_id]
-        return getattr(self._inner, name)(life_cycle_id)
-
-    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
-        self.calls.append("configure")
-        self.described = list(pool_groups)
-        if "configure" in self._answers:
-            raise self._answers["configure"]
-        self._inner.configure(pool_groups)
-
-    def query_cold_page_bytes(self, life_cycle_id: LifeCycleId) -> int:
-        return self._answer("query_cold_page_bytes", life_cycle_id)
-
-    def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        return self._answer("get_batching_layer_group_id", life_cycle_id)
-
-    def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        return self._answer("query_page_index_location", life_cycle_id)
-
-    def encode(self, *args: Any) -> None:
-        raise AssertionError("nothing is encoded here")
-
-    def decode(self, *args: Any) -> None:
-        raise AssertionError("nothing is decoded here")
-
-    def close(self) -> None:
-        self.num_closed += 1
 
 
 def _sizes(answers: dict[int, Any]) -> dict[str, Any]:
@@ -127,7 +80,7 @@ def test_the_default_codec_has_good_answers() -> None:
 
 
 def test_it_is_configured_once_and_before_it_is_asked_anything() -> None:
-    codec = _Codec()
+    codec = AnsweringCodec()
     ConfiguredCodec(codec, _GROUPS)
     assert codec.calls[0] == "configure"
     assert codec.calls.count("configure") == 1
@@ -138,7 +91,7 @@ def test_it_is_configured_once_and_before_it_is_asked_anything() -> None:
 
 def test_answers_may_differ_between_life_cycles_that_are_no_class() -> None:
     answers = _sizes({0: 50, 3: 50}) | _batching({i: i for i in range(6)}) | _places({2: _DEVICE})
-    configured = ConfiguredCodec(_Codec(**answers), _GROUPS)
+    configured = ConfiguredCodec(AnsweringCodec(**answers), _GROUPS)
     assert configured.cold_page_bytes == (50, 128, 128, 50, 128, 128)
     assert configured.representative.tolist() == [0, 1, 2, 3, 4, 5]
     assert configured.locations == (_HOST, _HOST, _DEVICE, _HOST, _HOST, _HOST)
@@ -148,7 +101,7 @@ def test_answers_may_differ_between_life_cycles_that_are_no_class() -> None:
 
 def test_numpy_integers_are_integers() -> None:
     answers = _sizes({0: np.int64(128)}) | _batching({5: np.int16(0)})
-    configured = ConfiguredCodec(_Codec(**answers), _GROUPS)
+    configured = ConfiguredCodec(AnsweringCodec(**answers), _GROUPS)
     assert [type(size) for size in configured.cold_page_bytes] == [int] * 6
     assert configured.representative.tolist() == [0, 0, 2, 2, 0, 0]
 
@@ -166,7 +119,7 @@ def test_a_codec_without_parameters_has_a_short_name() -> None:
 
 
 def test_a_name_says_everything_that_changes_bytes() -> None:
-    codec = _Codec()
+    codec = AnsweringCodec()
     codec.codec_id, codec.version, codec.parameters = "int4", 2, "group=64"
     configured = ConfiguredCodec(codec, _GROUPS)
     assert configured.name == "int4 v2 group=64"
@@ -256,7 +209,7 @@ _BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("answers", "sentence"), _BROKEN.values(), ids=_BROKEN.keys())
 def test_a_broken_answer_is_refused_in_one_sentence(answers: dict[str, Any], sentence: str) -> None:
-    codec = _Codec(**answers)
+    codec = AnsweringCodec(**answers)
     with pytest.raises(CodecError) as raised:
         ConfiguredCodec(codec, _GROUPS)
     assert str(raised.value) == sentence
@@ -267,16 +220,17 @@ def test_a_broken_answer_is_refused_in_one_sentence(answers: dict[str, Any], sen
 _UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
     "empty id": (
         {"codec_id": ""},
-        "codec _Codec has the codec_id '': "
+        "codec AnsweringCodec has the codec_id '': "
         "give it a name, in one or more characters other than '/'",
     ),
     "id that is no string": (
         {"codec_id": 7},
-        "codec _Codec has the codec_id 7: give it a name, in one or more characters other than '/'",
+        "codec AnsweringCodec has the codec_id 7: "
+        "give it a name, in one or more characters other than '/'",
     ),
     "id with a slash": (
         {"codec_id": "int4/1"},
-        "codec _Codec has the codec_id 'int4/1': "
+        "codec AnsweringCodec has the codec_id 'int4/1': "
         "give it a name, in one or more characters other than '/'",
     ),
     "version that is no number": (
@@ -293,7 +247,7 @@ _UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("attributes", "sentence"), _UNNAMED.values(), ids=_UNNAMED.keys())
 def test_a_format_without_a_name_is_refused(attributes: dict[str, Any], sentence: str) -> None:
-    codec = _Codec()
+    codec = AnsweringCodec()
     for name, value in attributes.items():
         setattr(codec, name, value)
     with pytest.raises(CodecError) as raised:
@@ -303,9 +257,9 @@ def test_a_format_without_a_name_is_refused(attributes: dict[str, Any], sentence
 
 
 def test_a_codec_that_forgot_its_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_Codec, "codec_id")
-    with pytest.raises(CodecError, match=r"^codec _Codec has the codec_id None: give it a name"):
-        ConfiguredCodec(_Codec(), _GROUPS)
+    monkeypatch.delattr(AnsweringCodec, "codec_id")
+    with pytest.raises(CodecError, match=r"^codec AnsweringCodec has the codec_id None: "):
+        ConfiguredCodec(AnsweringCodec(), _GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +274,12 @@ def test_a_codec_that_forgot_its_id_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_bug_in_a_codec_is_told_with_its_place_and_cause(method: str, where: str) -> None:
     bug = ZeroDivisionError("no")
     with pytest.raises(CodecError) as raised:
-        ConfiguredCodec(_Codec(**{method: bug}), _GROUPS)
+        ConfiguredCodec(AnsweringCodec(**{method: bug}), _GROUPS)
     assert str(raised.value) == f"codec odd failed in {where}: ZeroDivisionError('no')"
     assert raised.value.__cause__ is bug
     refusal = CodecError("pools of 96 bytes can not be packed: use whole groups")
     with pytest.raises(CodecError) as raised:
-        ConfiguredCodec(_Codec(**{method: refusal}), _GROUPS)
+        ConfiguredCodec(AnsweringCodec(**{method: refusal}), _GROUPS)
     assert raised.value is refusal
 
 
@@ -336,7 +290,7 @@ def test_a_description_with_gaps_is_the_callers_bug() -> None:
         [_group(0, (8,), 0, 2)],
         [_group(0, (8,), 0), _group(1, (8,), 0)],
     ):
-        codec = _Codec()
+        codec = AnsweringCodec()
         with pytest.raises(AssertionError):
             ConfiguredCodec(codec, groups)
         assert codec.calls == []
@@ -346,7 +300,7 @@ def test_a_description_with_gaps_is_the_callers_bug() -> None:
 
 
 def test_a_codec_is_taken_once() -> None:
-    codec = _Codec()
+    codec = AnsweringCodec()
     assert take_codec(codec) is codec
     assert codec.is_consumed
     with pytest.raises(CodecConsumedError) as raised:
@@ -364,7 +318,7 @@ def test_without_a_codec_there_is_a_default_one() -> None:
     assert first is not second
 
 
-@pytest.mark.parametrize("thing", ["concat", _Codec, 0])
+@pytest.mark.parametrize("thing", ["concat", AnsweringCodec, 0])
 def test_what_is_no_codec_is_refused(thing: Any) -> None:
     with pytest.raises(ConfigurationError) as raised:
         take_codec(thing)
