@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,33 @@ class TestCoarseCodecWithWholeSinks(CodecConformance):
     def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
         mask = 0xFF if life_cycle.page_class is PageClass.SINK else 0xF0
         np.testing.assert_array_equal(restored, original & mask)
+
+
+def _documented_codec() -> type[ColdPageCodec]:
+    """The class that docs/CODECS.md shows, without the manager that it is given to there."""
+    text = (Path(__file__).parents[2] / "docs" / "CODECS.md").read_text(encoding="utf-8")
+    example = text.partition("```python\n")[2].partition("\nlayer = ")[0]
+    names: dict[str, Any] = {}
+    exec(compile(example, "docs/CODECS.md", "exec"), names)
+    codec: type[ColdPageCodec] = names["HalfCodec"]
+    return codec
+
+
+class TestDocumentedCodec(CodecConformance):
+    def make_codec(self) -> ColdPageCodec:
+        return _documented_codec()()
+
+    def make_contents(self, rng: np.random.Generator, num_bytes: int) -> _Bytes:
+        return rng.standard_normal(num_bytes // 4, np.float32).view(np.uint8)
+
+    def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
+        floats = original.view(np.float32)
+        np.testing.assert_array_equal(restored.view(np.float32), floats.astype(np.float16))
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_it_refuses_pools_of_odd_sizes(self, device: str) -> None:
+        with pytest.raises(pytest.skip.Exception, match="does not hold whole float32 values"):
+            self.test_pools_of_odd_sizes(RigMaker(self, device))
 
 
 # ---------------------------------------------------------------------- the kit itself
