@@ -221,6 +221,12 @@ class _LeavesBytesUnwritten(PaddingCodec):
         return blobs
 
 
+class _ClaimsToBeLossless(CoarseCodec):
+    """Drops bits and says that it does not."""
+
+    is_lossless = True
+
+
 class _CountsPages(PositionCodec):
     """Takes a page's place in the call for its block's ordinal."""
 
@@ -270,6 +276,7 @@ _BROKEN: dict[type[ColdPageCodec], str] = {
     _KeepsQuiet: "test_a_rejected_submission_is_told_and_can_be_repeated",
     _DecodesInTwoHalves: "test_a_rejected_submission_is_told_and_can_be_repeated",
     _LeavesBytesUnwritten: "test_equal_pages_give_equal_blobs",
+    _ClaimsToBeLossless: "test_pages_of_every_class_go_out_and_come_back",
     _CountsPages: "test_pages_go_out_and_come_back",
     _ReadsIndicesOnTheHost: "test_pages_go_out_and_come_back",
     _BatchesWhatDiffers: "test_life_cycles_of_a_class_encode_alike",

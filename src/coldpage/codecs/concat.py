@@ -25,24 +25,39 @@ class _PageShape:
     hot_base: Int64Array
     hot_stride: Int64Array
     cold_offset: Int64Array
-    cold_page_bytes: int
+    cold_stride: Int64Array
     representative: LifeCycleId
 
-    def hot_addresses(self, slots: Int32Array) -> Int64Array:
-        """Of every pool's part of the pages in ``slots``, [num_pools * num_pages]."""
-        addresses = slots.astype(np.int64) * self.hot_stride
-        addresses += self.hot_base
-        return addresses.reshape(-1)
+    @property
+    def cold_page_bytes(self) -> int:
+        return int(self.cold_stride[0, 0])
 
-    def cold_addresses(self, base: MemAddress, indices: Int32Array) -> Int64Array:
-        """Where those parts lie in the cold pages."""
-        pages = indices.astype(np.int64)
-        pages *= self.cold_page_bytes
-        return (pages + (self.cold_offset + base)).reshape(-1)
 
-    def sizes(self, num_pages: int) -> Int64Array:
-        """Of those parts."""
-        return np.repeat(self.hot_stride, num_pages)
+class _Descriptors:
+    """Arrays that one call after another fills, since streams consume them at once. New ones of
+    megabytes would cost ten times what filling them does, in page faults.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Int64Array = np.empty((3, 0), np.int64)
+
+    def fill(
+        self, shape: _PageShape, slots: Int32Array, cold_base: MemAddress, indices: Int32Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Hot and cold addresses and sizes of every pool's part of the pages, each [num_pools *
+        num_pages]. Valid until the next call.
+        """
+        num_pools, num_pages = shape.hot_stride.size, slots.size
+        num_parts = num_pools * num_pages
+        if num_parts > self._rows.shape[1]:
+            self._rows = np.empty((3, num_parts), np.int64)
+        hot, cold, sizes = (row[:num_parts].reshape(num_pools, num_pages) for row in self._rows)
+        np.multiply(slots, shape.hot_stride, out=hot)
+        hot += shape.hot_base
+        np.multiply(indices, shape.cold_stride, out=cold)
+        cold += shape.cold_offset + cold_base
+        sizes[:] = shape.hot_stride
+        return hot.reshape(-1), cold.reshape(-1), sizes.reshape(-1)
 
 
 class _ConcatCodec(ColdPageCodec):
@@ -53,6 +68,7 @@ class _ConcatCodec(ColdPageCodec):
 
     def __init__(self) -> None:
         self._shapes: dict[LifeCycleId, _PageShape] = {}
+        self._descriptors = _Descriptors()
 
     def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
         for group in pool_groups:
@@ -65,7 +81,7 @@ class _ConcatCodec(ColdPageCodec):
                 hot_base=np.array([[p.base_address] for p in group.pools], np.int64),
                 hot_stride=sizes,
                 cold_offset=np.cumsum(sizes, axis=0) - sizes,
-                cold_page_bytes=int(sizes.sum()),
+                cold_stride=np.full_like(sizes, sizes.sum()),
                 representative=min(lc.life_cycle_id for lc in group.life_cycles),
             )
             for life_cycle in group.life_cycles:
@@ -91,9 +107,10 @@ class _ConcatCodec(ColdPageCodec):
     ) -> None:
         assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
-        hot = shape.hot_addresses(page_indices["src"])
-        cold = shape.cold_addresses(dst_base, page_indices["dst"])
-        stream.copy(cold, hot, shape.sizes(page_indices.size))
+        hot, cold, sizes = self._descriptors.fill(
+            shape, page_indices["src"], dst_base, page_indices["dst"]
+        )
+        stream.copy(cold, hot, sizes)
 
     def decode(
         self,
@@ -105,9 +122,10 @@ class _ConcatCodec(ColdPageCodec):
     ) -> None:
         assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
-        hot = shape.hot_addresses(page_indices["dst"])
-        cold = shape.cold_addresses(src_base, page_indices["src"])
-        stream.copy(hot, cold, shape.sizes(page_indices.size))
+        hot, cold, sizes = self._descriptors.fill(
+            shape, page_indices["dst"], src_base, page_indices["src"]
+        )
+        stream.copy(hot, cold, sizes)
 
     def _shape(self, life_cycle_id: LifeCycleId) -> _PageShape:
         try:
