@@ -151,7 +151,8 @@ class CodecConformance:
         for first, members in _classes(rig).items():
             for left_out in range(len(members)):
                 chosen = [lc for lc in members if lc is not members[left_out]] or members
-                slots = np.random.default_rng(left_out).permutation(NUM_SLOTS)
+                rng = np.random.default_rng(left_out)
+                slots, again = rng.permutation(NUM_SLOTS), rng.permutation(NUM_SLOTS)
                 owners = [chosen[int(slot) % len(chosen)] for slot in slots]
                 ordinals = np.concatenate([rig.ordinals(lc.life_cycle_id, 1) for lc in owners])
                 area = rig.new_area(first)
@@ -159,7 +160,7 @@ class CodecConformance:
                 rig.encode(first, area, slots[::-1], slots, ordinals)
                 rig.finish()
                 rig.refill(rig.hot_group_of[first])
-                rig.decode(first, area, slots, slots[::-1], ordinals)
+                rig.decode(first, area, slots[again], slots[::-1][again], ordinals[again])
                 rig.finish()
                 self._check_pages(rig, owners, original, rig.load(first, slots))
 
