@@ -3,10 +3,12 @@
 from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
 from coldpage.config import (
     AttentionLayerConfig,
+    BatchDesc,
     BufferConfig,
     DeviceTierConfig,
     DiskTierConfig,
     HostTierConfig,
+    KVCacheDesc,
     KVCacheManagerConfig,
     ReuseScope,
 )
@@ -24,29 +26,36 @@ from coldpage.errors import (
     UsageError,
     WrongThreadError,
 )
-from coldpage.manager import KVCacheManager
-from coldpage.sequence import KVCache
-from coldpage.types import PAGE_INDEX_PAIR, PageIndexLocation
+from coldpage.manager import CacheObserver, KVCacheManager
+from coldpage.sequence import KVCache, OnMissing
+from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, HalfOpenRange, PageClass, PageIndexLocation
 
 __all__ = [
     "PAGE_INDEX_PAIR",
     "AttentionLayerConfig",
+    "BatchDesc",
     "BufferConfig",
+    "CacheObserver",
     "ClosedError",
     "CodecConsumedError",
     "CodecError",
     "ColdPageCodec",
     "ColdpageError",
     "ConfigurationError",
+    "DeviceArray",
     "DeviceError",
     "DeviceTierConfig",
     "DiskTierConfig",
+    "HalfOpenRange",
     "HostTierConfig",
     "KVCache",
+    "KVCacheDesc",
     "KVCacheManager",
     "KVCacheManagerConfig",
     "ModelError",
+    "OnMissing",
     "OutOfPagesError",
+    "PageClass",
     "PageIndexLocation",
     "ReuseScope",
     "StorageError",

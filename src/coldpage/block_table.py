@@ -1,4 +1,4 @@
-"""From the logical to the physical: which page holds which block of one sequence, by life cycle."""
+"""From the logical to the physical: which page holds which block of a sequence, by layer group."""
 
 from __future__ import annotations
 
@@ -20,42 +20,61 @@ def _without_gaps(pages: Int32Array) -> Int32Array:
 
 
 class BlockTable:
-    """``pages[life_cycle, block]``, NO_PAGE where the block has none (stale, or a hole)."""
+    """``pages[layer_group, block]``, NO_PAGE where the block has none: it is stale, missing, or a
+    hole, which ``is_hole`` marks.
+    """
 
-    def __init__(self, num_life_cycles: int) -> None:
-        self._pages: Int32Array = np.zeros((num_life_cycles, _INITIAL_BLOCKS), np.int32)
+    def __init__(self, num_layer_groups: int) -> None:
+        self._pages: Int32Array = np.zeros((num_layer_groups, _INITIAL_BLOCKS), np.int32)
+        self._is_hole: npt.NDArray[np.bool_] = np.zeros(self._pages.shape, np.bool_)
         self.num_blocks = 0
 
     @property
     def pages(self) -> Int32Array:
-        """A writable view [num_life_cycles, num_blocks]."""
+        """A writable view [num_layer_groups, num_blocks]."""
         return self._pages[:, : self.num_blocks]
 
+    @property
+    def is_hole(self) -> npt.NDArray[np.bool_]:
+        """Blocks that are to have no page: a writable view [num_layer_groups, num_blocks]."""
+        return self._is_hole[:, : self.num_blocks]
+
     def append(self, pages: Int32Array) -> None:
-        """Add blocks at the end: ``pages`` is [num_life_cycles, num_new_blocks]."""
+        """Add blocks at the end: ``pages`` is [num_layer_groups, num_new_blocks]."""
         new_size = self.num_blocks + pages.shape[1]
         if new_size > self._pages.shape[1]:
-            grown = np.zeros(
-                (self._pages.shape[0], max(new_size, 2 * self._pages.shape[1])), np.int32
-            )
-            grown[:, : self.num_blocks] = self.pages
-            self._pages = grown
+            self._grow(max(new_size, 2 * self._pages.shape[1]))
         self._pages[:, self.num_blocks : new_size] = pages
         self.num_blocks = new_size
+
+    def _grow(self, num_columns: int) -> None:
+        added = ((0, 0), (0, num_columns - self._pages.shape[1]))
+        self._pages = np.pad(self._pages, added)
+        self._is_hole = np.pad(self._is_hole, added)
 
     def cut(self, num_blocks: int) -> Int32Array:
         """Shorten to ``num_blocks`` blocks; returns the pages cut off, NO_PAGE left out."""
         removed: Int32Array = self._pages[:, num_blocks : self.num_blocks].ravel().copy()
         self._pages[:, num_blocks : self.num_blocks] = NO_PAGE
+        self._is_hole[:, num_blocks : self.num_blocks] = False
         self.num_blocks = num_blocks
         return _without_gaps(removed)
 
-    def take(self, life_cycle: int, start: int, stop: int) -> Int32Array:
-        """Leave the blocks [start, stop) of a life cycle without pages; returns the pages
+    def take(self, layer_group: int, start: int, stop: int) -> Int32Array:
+        """Leave the blocks [start, stop) of a layer group without pages; returns the pages
         they had.
         """
-        removed = self.pages[life_cycle, start:stop].copy()
-        self.pages[life_cycle, start:stop] = NO_PAGE
+        removed = self.pages[layer_group, start:stop].copy()
+        self.pages[layer_group, start:stop] = NO_PAGE
+        return _without_gaps(removed)
+
+    def make_holes(self, entries: npt.NDArray[np.bool_]) -> Int32Array:
+        """Turn the entries [num_layer_groups, num_blocks] into holes; returns the pages
+        they had.
+        """
+        removed = self.pages[entries]
+        self.pages[entries] = NO_PAGE
+        self.is_hole[entries] = True
         return _without_gaps(removed)
 
     def live_pages(self) -> Int32Array:
@@ -63,13 +82,8 @@ class BlockTable:
         return _without_gaps(self.pages.ravel())
 
     def copy(self) -> BlockTable:
-        """An independent table with the same pages."""
+        """An independent table with the same pages and holes."""
         other = BlockTable(self._pages.shape[0])
         other.append(self.pages)
+        other.is_hole[:] = self.is_hole
         return other
-
-    def life_cycles(self, num_blocks: int) -> npt.NDArray[np.int16]:
-        """The life cycle of each entry of ``num_blocks`` new blocks, flattened as ``append`` takes
-        them.
-        """
-        return np.repeat(np.arange(self._pages.shape[0], dtype=np.int16), num_blocks)

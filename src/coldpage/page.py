@@ -29,6 +29,7 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "busy": np.uint8,
     "is_missing": np.bool_,
     "is_protected": np.bool_,
+    "is_drop_planned": np.bool_,
     "num_refs": np.int32,
     "num_locks": np.int32,
     "node": np.int32,
@@ -49,6 +50,7 @@ class PageTable:
     busy: npt.NDArray[np.uint8]
     is_missing: npt.NDArray[np.bool_]  # held, but its contents are lost: to be recomputed
     is_protected: npt.NDArray[np.bool_]  # holds the attention sinks or is the newest block
+    is_drop_planned: npt.NDArray[np.bool_]  # committed, and to vanish when nobody holds it
     num_refs: Int32Array  # sequences that hold it
     num_locks: Int32Array  # active sequences among them
     node: Int32Array  # the prefix-tree node that holds it; 0: none, its contents are not committed

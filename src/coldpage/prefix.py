@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from coldpage.config import ReuseScope
 from coldpage.page import PageTable
-from coldpage.types import NO_PAGE, BlockKey, Int32Array, LifeCycleId
+from coldpage.types import NO_PAGE, BlockKey, Int32Array, LayerGroupId
 
-__all__ = ["EXACT_PROVENANCE", "PrefixTree", "block_key", "root_key"]
+__all__ = ["PrefixTree", "block_key", "root_key"]
 
-EXACT_PROVENANCE: Final = b"exact"
 _INITIAL_NODES: Final = 1024
 _NO_NODE: Final = 0  # row 0 is never a node
 _TOKEN_DTYPE: Final = np.dtype("<i4")
@@ -46,15 +45,18 @@ def block_key(parent: BlockKey, tokens: npt.ArrayLike) -> BlockKey:
 
 
 class PrefixTree:
-    """Which page holds which committed block, by life cycle. Rows are nodes; a page belongs to one
+    """Which page holds which committed block, by layer group. Rows are nodes; a page belongs to one
     node.
     """
 
-    def __init__(self, table: PageTable, num_life_cycles: int) -> None:
+    def __init__(self, table: PageTable, layer_group_of: Sequence[LayerGroupId]) -> None:
+        """``layer_group_of`` is by life cycle."""
         self._table = table
+        self._layer_group_of = np.array(layer_group_of, np.int16)
+        num_layer_groups = int(self._layer_group_of.max()) + 1
         self._by_key: dict[BlockKey, int] = {}
         self._keys: list[BlockKey] = [BlockKey(b"")]
-        self._pages: Int32Array = np.zeros((num_life_cycles, _INITIAL_NODES), np.int32)
+        self._pages: Int32Array = np.zeros((num_layer_groups, _INITIAL_NODES), np.int32)
         self._parent: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
         self._num_children: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
         self._free: list[int] = []
@@ -65,8 +67,8 @@ class PrefixTree:
         return len(self._by_key)
 
     def find(self, keys: Sequence[BlockKey]) -> Int32Array:
-        """The pages along a chain of keys: [num_life_cycles, num_found], up to the first unknown
-        key. An entry is NO_PAGE where the block has no usable page in that life cycle.
+        """The pages along a chain of keys: [num_layer_groups, num_found], up to the first unknown
+        key. An entry is NO_PAGE where the block has no usable page in that layer group.
         """
         nodes: list[int] = []
         for key in keys:
@@ -78,7 +80,7 @@ class PrefixTree:
         return np.where(self._table.is_missing[pages], NO_PAGE, pages)
 
     def insert(self, parent: BlockKey, key: BlockKey, pages: Int32Array) -> Int32Array:
-        """Commit one block; ``pages`` is [num_life_cycles], NO_PAGE where the sequence has none.
+        """Commit one block; ``pages`` is [num_layer_groups], NO_PAGE where the sequence has none.
 
         Returns the pages that the tree took: where it has a page for the block already, that one
         stays and the caller's remains private to it.
@@ -117,9 +119,9 @@ class PrefixTree:
         self._parent = np.pad(self._parent, (0, old))
         self._num_children = np.pad(self._num_children, (0, old))
 
-    def on_forgotten(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
-        """The storage has dropped these pages: see StorageObserver."""
-        self._pages[life_cycles, nodes] = NO_PAGE
+    def remove(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
+        """The pages of these life cycles in these nodes have vanished."""
+        self._pages[self._layer_group_of[life_cycles], nodes] = NO_PAGE
         for node in nodes.tolist():
             self._prune(node)
 
@@ -136,17 +138,25 @@ class PrefixTree:
                 self._num_children[parent] -= 1
             node = parent
 
-    def pages_of(self, life_cycle: LifeCycleId) -> Int32Array:
-        """Every page that the tree holds in a life cycle."""
-        row = self._pages[life_cycle]
+    def key_of(self, page: int) -> BlockKey | None:
+        """The key of the committed block that a page belongs to; None when it belongs to none."""
+        node = int(self._table.node[page])
+        return None if node == _NO_NODE else self._keys[node]
+
+    def pages_of(self, layer_group_id: LayerGroupId) -> Int32Array:
+        """Every page that the tree holds in a layer group."""
+        row = self._pages[layer_group_id]
         held: Int32Array = row[row != NO_PAGE]
         return held
 
     def check_integrity(self) -> None:
         """Assert that pages and nodes name each other and that children are counted right."""
-        life_cycles, nodes = np.nonzero(self._pages)
-        pages = self._pages[life_cycles, nodes]
+        layer_groups, nodes = np.nonzero(self._pages)
+        pages = self._pages[layer_groups, nodes]
         assert bool((self._table.node[pages] == nodes).all()), "a page does not know its node"
+        assert bool((self._layer_group_of[self._table.life_cycle[pages]] == layer_groups).all()), (
+            "a page of another layer group"
+        )
         assert int(np.count_nonzero(self._table.node)) == pages.size, (
             "a node does not know its page"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,8 @@ from coldpage.device.base import Completion, Event, Stream
 from coldpage.types import NO_PAGE, Int32Array, Int64Array
 
 __all__ = ["SWEEP_INTERVAL_EVENTS", "ReadyEvents", "SlotAllocator"]
+
+_Item = TypeVar("_Item", bound=np.generic)
 
 # Finished events are swept out whenever this many have been registered since the last sweep.
 SWEEP_INTERVAL_EVENTS: Final = 256
@@ -52,23 +54,31 @@ class ReadyEvents:
 
 
 class SlotAllocator:
-    """Free list and owners of ``num_slots`` slots. A freed slot keeps its ready event for its next
-    owner.
+    """Free list and owners of ``num_slots`` slots, ``first_slot <= slot < first_slot + num_slots``.
+    A freed slot keeps its ready event for its next owner.
 
     ``page[slot]`` is the owner, NO_PAGE when free or quarantined. ``event[slot]`` is an id of
-    ReadyEvents.
+    ReadyEvents. Slots before ``first_slot`` are somebody else's.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first_slot: int = 0) -> None:
+        self.first_slot = first_slot
         self.num_slots = num_slots
-        self.page: Int32Array = np.zeros(num_slots, np.int32)
-        self.event: Int64Array = np.zeros(num_slots, np.int64)
-        self.num_quarantined = 0
+        self.page: Int32Array = np.zeros(first_slot + num_slots, np.int32)
+        self.event: Int64Array = np.zeros(first_slot + num_slots, np.int64)
         self.num_changes = 0  # grows with each allocation, free and quarantine
+        self.num_dropped = 0  # pages lost for good while their only copy was here
+        self._quarantined: set[int] = set()
         # A stack whose top is the lowest slot: a fresh pool is handed out in order, so neighbours
         # move together.
-        self._free: Int32Array = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
+        self._free: Int32Array = np.arange(self.stop_slot - 1, first_slot - 1, -1, dtype=np.int32)
         self._num_free = num_slots
+        self._peak_used = 0
+
+    @property
+    def stop_slot(self) -> int:
+        """One more than the last slot."""
+        return self.first_slot + self.num_slots
 
     @property
     def num_free(self) -> int:
@@ -76,9 +86,23 @@ class SlotAllocator:
         return self._num_free
 
     @property
+    def num_quarantined(self) -> int:
+        """Slots that are out of use."""
+        return len(self._quarantined)
+
+    @property
     def num_used(self) -> int:
         """Slots that a page owns."""
         return self.num_slots - self._num_free - self.num_quarantined
+
+    @property
+    def peak_used(self) -> int:
+        """The most slots owned at once since ``reset_peak``."""
+        return max(self._peak_used, self.num_used)
+
+    def reset_peak(self) -> None:
+        """Forget the peak: it is what is used now."""
+        self._peak_used = self.num_used
 
     def allocate(self, pages: Int32Array) -> Int32Array:
         """One slot for each of ``pages``. The caller has made sure that enough are free."""
@@ -87,6 +111,7 @@ class SlotAllocator:
         slots = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         self.num_changes += 1
+        self._peak_used = max(self._peak_used, self.num_used)
         self.page[slots] = pages
         return slots
 
@@ -108,12 +133,44 @@ class SlotAllocator:
         """Take owned slots out of use for good: their medium can not be trusted."""
         assert bool(np.all(self.page[slots] != NO_PAGE)), "a free slot was quarantined"
         self.page[slots] = NO_PAGE
-        self.num_quarantined += int(slots.size)
+        self._quarantined.update(slots.tolist())
         self.num_changes += 1
 
     def owned(self) -> npt.NDArray[np.intp]:
         """The slots that a page owns, ascending."""
         return np.flatnonzero(self.page)
+
+    def num_free_below(self, slot: int) -> int:
+        """Free slots with a lower id than ``slot``."""
+        return int(np.count_nonzero(self._free[: self._num_free] < slot))
+
+    def allocate_below(self, pages: Int32Array, limit: int) -> Int32Array:
+        """As ``allocate``, slots with ids below ``limit`` only."""
+        stack = self._free[: self._num_free]
+        is_low = stack < limit
+        stack[:] = np.concatenate([stack[~is_low], stack[is_low]])
+        slots = self.allocate(pages)
+        assert bool((slots < limit).all()), "too few slots are free below the limit"
+        return slots
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots. Those cut off are free or quarantined; new ones are ready."""
+        stop = self.first_slot + num_slots
+        assert not self.page[stop:].any(), "a slot that is cut off has an owner"
+        old_stop = self.stop_slot
+        kept = self._free[: self._num_free]
+        fresh = np.arange(stop - 1, old_stop - 1, -1, dtype=np.int32)
+        # New slots at the bottom: what has been used before is warm.
+        free = np.concatenate([fresh, kept[kept < stop]])
+        self._quarantined = {slot for slot in self._quarantined if slot < stop}
+        self.num_slots = num_slots
+        self.page = _sized(self.page, stop)
+        self.event = _sized(self.event, stop)
+        self._free = np.zeros(num_slots, np.int32)
+        self._free[: free.size] = free
+        self._num_free = int(free.size)
+        self.num_changes += 1
+        self.reset_peak()
 
     def check_integrity(self) -> None:
         """Assert that free, used and quarantined slots add up and that no free slot has
@@ -121,7 +178,17 @@ class SlotAllocator:
         """
         free = self._free[: self._num_free]
         assert np.unique(free).size == free.size, "a slot is on the free list twice"
+        assert not self._quarantined.intersection(free.tolist()), "a quarantined slot is free"
+        assert bool((free >= self.first_slot).all()), "a reserved slot is free"
         assert not self.page[free].any(), "a free slot has an owner"
         assert int(np.count_nonzero(self.page)) == self.num_used, (
             "free + used + quarantined != total"
         )
+
+
+def _sized(array: npt.NDArray[_Item], size: int) -> npt.NDArray[_Item]:
+    """The array cut off, or with zeros at its end."""
+    sized = np.zeros(size, array.dtype)
+    kept = min(size, array.size)
+    sized[:kept] = array[:kept]
+    return sized

@@ -371,8 +371,8 @@ class Driver:
         self.check()
         stats = self.manager.stats()
         num_in_tree = sum(
-            len(self.manager._tree.pages_of(lc.life_cycle_id))
-            for lc in self.manager.layout.life_cycles
+            len(self.manager._tree.pages_of(group.layer_group_id))
+            for group in self.manager.layout.layer_groups
         )
         assert stats.num_pages == num_in_tree, "a page that nobody holds has not been freed"
         self._fill_hot_level()

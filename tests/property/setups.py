@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import coldpage.layout
+import coldpage.layout.partition
 import coldpage.staging
 from coldpage import (
     AttentionLayerConfig,
@@ -103,14 +103,14 @@ def small_constants(setup: Setup) -> Iterator[None]:
     """Sizes that suit real machines, made small while a manager is built: the page ring, and the
     sequence by which quotas are shared between layer groups.
     """
-    ring, typical = coldpage.staging.MIN_PAGE_RING_BYTES, coldpage.layout.TYPICAL_SEQUENCE_TOKENS
+    ring, typical = coldpage.staging.MIN_PAGE_RING_BYTES, coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS
     coldpage.staging.MIN_PAGE_RING_BYTES = 1 if setup.is_ring_tiny else 1 << 16  # type: ignore[misc]
-    coldpage.layout.TYPICAL_SEQUENCE_TOKENS = TYPICAL_BLOCKS * setup.per_block  # type: ignore[misc]
+    coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS = TYPICAL_BLOCKS * setup.per_block  # type: ignore[misc]
     try:
         yield
     finally:
         coldpage.staging.MIN_PAGE_RING_BYTES = ring  # type: ignore[misc]
-        coldpage.layout.TYPICAL_SEQUENCE_TOKENS = typical  # type: ignore[misc]
+        coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS = typical  # type: ignore[misc]
 
 
 def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManager:

@@ -1,6 +1,23 @@
 """The façade, and how it builds its levels from a configuration."""
 
 from coldpage.manager.manager import KVCacheManager
-from coldpage.manager.stats import LevelStats, ManagerStats
+from coldpage.manager.observers import (
+    BlockStored,
+    CacheObserver,
+    PageName,
+    PagesDropped,
+    PagesMoved,
+)
+from coldpage.manager.stats import LevelStats, ManagerStats, PoolGroupStats
 
-__all__ = ["KVCacheManager", "LevelStats", "ManagerStats"]
+__all__ = [
+    "BlockStored",
+    "CacheObserver",
+    "KVCacheManager",
+    "LevelStats",
+    "ManagerStats",
+    "PageName",
+    "PagesDropped",
+    "PagesMoved",
+    "PoolGroupStats",
+]

@@ -1,4 +1,4 @@
-"""From a configuration to a working storage: memory, codec, files, streams, in the order they
+"""From a configuration to a working storage: memory, codecs, files, streams, in the order they
 depend on.
 """
 
@@ -11,69 +11,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from coldpage.codecs import (
     BufferDesc,
-    ColdPageCodec,
+    ConfiguredCodec,
     LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
-    create_default_cold_page_codec,
 )
 from coldpage.config import DiskTierConfig, HostTierConfig, KVCacheManagerConfig
 from coldpage.device.base import Device, MemoryKind
 from coldpage.device.file import BlockFile
-from coldpage.errors import CodecConsumedError, CodecError, StorageError
-from coldpage.events import Counters, level_names
-from coldpage.layout import (
-    ColdLayout,
-    HotLayout,
-    LayerGroup,
-    cold_layout,
-    cold_slot_counts,
-    hot_layout,
-    hot_slot_counts,
-)
-from coldpage.manager.stats import LevelStats
-from coldpage.migration import CodecMoves, DiskMoves
+from coldpage.errors import StorageError
+from coldpage.events import StorageEvents, level_names
+from coldpage.layout import ColdLayout, HotLayout, cold_layout, hot_layout
+from coldpage.manager.quotas import Quotas, Weights
+from coldpage.manager.tier_codecs import TierCodecs
+from coldpage.migration import NUM_SCRATCH_SLOTS, CodecCalls, CodecMoves, DiskMoves
 from coldpage.page import PageTable
-from coldpage.pools import DiskPool, LevelPools, MemoryPool, disk_slot_bytes
+from coldpage.pools import DiskPool, LevelPools, MemoryPool, PoolGroup, disk_slot_bytes
 from coldpage.slots import SlotAllocator
 from coldpage.staging import StagingRing, page_ring_bytes
 from coldpage.storage import Storage
-from coldpage.types import CacheLevel, LifeCycleId, PageIndexLocation, PoolGroupIndex, PoolIndex
+from coldpage.types import HOT_LEVEL, CacheLevel, PoolGroupIndex, PoolIndex
 
-__all__ = ["LevelBuilder", "max_sequence_tokens"]
+__all__ = ["LevelBuilder"]
 
 _LOCK_NAME: Final = "instance.lock"
-
-
-def max_sequence_tokens(
-    groups: Sequence[LayerGroup], level: LevelPools, tokens_per_block: int, max_utilization: float
-) -> int:
-    """The longest sequence whose live blocks fit the level at ``max_utilization``. ``groups``
-    is by life cycle.
-    """
-    limits = [
-        level.max_locked_slots(PoolGroupIndex(g), max_utilization)
-        for g in range(len(level.allocators))
-    ]
-
-    def fits(num_blocks: int) -> bool:
-        used = [0] * len(limits)
-        for life_cycle, group in enumerate(groups):
-            live = group.live_blocks(num_blocks * tokens_per_block, tokens_per_block)
-            used[level.pool_group_of[life_cycle]] += live
-        return all(u <= limit for u, limit in zip(used, limits, strict=True))
-
-    low, high = 0, 1
-    while fits(high) and high < 1 << 24:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * tokens_per_block
 
 
 class LevelBuilder:
@@ -81,84 +44,111 @@ class LevelBuilder:
     order.
     """
 
-    def __init__(self, config: KVCacheManagerConfig, device: Device) -> None:
-        self.layout: HotLayout = hot_layout(config.layers)
+    def __init__(self, config: KVCacheManagerConfig, device: Device, codecs: TierCodecs) -> None:
+        """Takes over ``codecs``, which are closed with the rest."""
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(codecs.close)
         self._config = config
         self._device = device
-        self._resources = contextlib.ExitStack()
+        self._codecs = codecs
         self._new_files: list[Path] = []  # that were not there before
         self._levels: list[LevelPools] = []
+        self._cold: dict[CacheLevel, ColdLayout] = {}
         self._names = level_names([tier.tier for tier in config.cache_tiers])
+        self._num_scratch = NUM_SCRATCH_SLOTS if codecs.num_formats > 1 else 0
+        try:
+            self.layout: HotLayout = hot_layout(
+                config.layers, separate_sinks=config.separate_sink_pages
+            )
+            self._quotas = Quotas(config, self.layout, self._num_scratch)
+        except BaseException:
+            self.close()
+            raise
 
-    def build(self, codec: ColdPageCodec | None) -> Storage:
-        """Consume the codec, allocate every level and connect the parts. Raises ConfigurationError,
-        StorageError or DeviceError, with nothing left behind.
+    def build(self) -> Storage:
+        """Allocate every level, configure the codecs and connect the parts. Raises
+        ConfigurationError, StorageError or DeviceError, with nothing left behind.
         """
         try:
-            return self._build(_consume(codec))
+            return self._build()
         except BaseException:
             for path in self._new_files:
                 path.unlink(missing_ok=True)
             self.close()
             raise
 
-    def _build(self, codec: ColdPageCodec) -> Storage:
-        hot = self._build_hot()
-        codec.configure(self._describe(hot))
-        life_cycles = [lc.life_cycle_id for lc in self.layout.life_cycles]
-        _validate(codec, self.layout)
-        cold_bytes = [codec.query_cold_page_bytes(lc) for lc in life_cycles]
-        cold = cold_layout(cold_bytes)
+    def _build(self) -> Storage:
+        self._build_hot()
+        self._codecs.configure(self.describe_hot())
         for index, tier in enumerate(self._config.cache_tiers[1:], start=1):
+            codec = self._codecs.of_tier(index)
             if isinstance(tier, HostTierConfig):
-                self._build_host(CacheLevel(index), tier, cold)
+                self._build_host(CacheLevel(index), tier, codec)
             elif isinstance(tier, DiskTierConfig):
-                self._build_disk(CacheLevel(index), tier, cold)
+                self._build_disk(CacheLevel(index), tier, codec)
         ring = None
+        codecs = self._codecs.all
         if any(level.is_disk for level in self._levels):
-            ring = StagingRing(self._device, page_ring_bytes(max(cold_bytes)), MemoryKind.PINNED)
+            largest = max(codec.max_cold_page_bytes for codec in codecs)
+            ring = StagingRing(self._device, page_ring_bytes(largest), MemoryKind.PINNED)
             self._resources.callback(ring.close)
+        calls = CodecCalls(self._device, codecs)
+        self._resources.callback(calls.close)
         # Streams come last, after all that can fail: a stream ends with its device only.
-        table, counters = PageTable(len(self._levels)), Counters()
-        moves = CodecMoves(self._device, codec, self._levels, table, counters)
+        table, events = PageTable(len(self._levels)), StorageEvents(self._names)
+        moves = CodecMoves(self._device, calls, self._levels, table, events)
         disk_moves = (
-            None if ring is None else DiskMoves(self._device.io, moves, ring, table, counters)
+            None if ring is None else DiskMoves(self._device.io, moves, ring, table, events)
         )
-        return Storage(self._device, self._levels, table, moves, disk_moves, counters)
+        watermark = self._config.free_watermark
+        return Storage(self._device, self._levels, table, moves, disk_moves, events, watermark)
 
-    def _build_hot(self) -> LevelPools:
-        counts = hot_slot_counts(
-            self.layout, self._config.cache_tiers[0].quota_bytes, self._config.tokens_per_block
+    # ------------------------------------------------------------------ levels
+
+    def _build_hot(self) -> None:
+        counts = self._quotas.hot_slots(self._config.cache_tiers[0].quota_bytes)
+        groups = tuple(
+            PoolGroup(
+                CacheLevel(0),
+                PoolGroupIndex(index),
+                SlotAllocator(count, self._num_scratch),
+                tuple(
+                    self._memory(self._num_scratch + count, size, MemoryKind.DEVICE)
+                    for size in sizes
+                ),
+                len(self.layout.layer_groups_of(PoolGroupIndex(index))),
+            )
+            for index, (count, sizes) in enumerate(zip(counts, self.layout.slot_bytes, strict=True))
         )
-        memory = tuple(
-            tuple(self._memory(count, size, MemoryKind.DEVICE) for size in sizes)
-            for count, sizes in zip(counts, self.layout.slot_bytes, strict=True)
-        )
-        group_of = [lc.hot_pool_group for lc in self.layout.life_cycles]
-        return self._add_level(CacheLevel(0), group_of, counts, memory, ())
+        group_of = tuple(lc.hot_pool_group for lc in self.layout.life_cycles)
+        self._add_level(CacheLevel(0), groups, group_of, None)
 
     def _memory(self, num_slots: int, slot_bytes: int, kind: MemoryKind) -> MemoryPool:
         pool = MemoryPool(self._device, num_slots, slot_bytes, kind)
         self._resources.callback(pool.close)
         return pool
 
-    def _build_host(self, level: CacheLevel, tier: HostTierConfig, cold: ColdLayout) -> None:
-        counts = self._cold_counts(cold, cold.slot_bytes, tier.quota_bytes)
-        memory = tuple(
+    def _build_host(self, level: CacheLevel, tier: HostTierConfig, codec: ConfiguredCodec) -> None:
+        cold = self._cold[level] = cold_layout(codec.cold_page_bytes)
+        counts = self._quotas.cold_slots(
+            tier.quota_bytes, cold, cold.slot_bytes, self._names[level]
+        )
+        pools = [
             (self._memory(count, size, MemoryKind.PINNED),)
             for count, size in zip(counts, cold.slot_bytes, strict=True)
-        )
-        self._add_level(level, cold.pool_group_of, counts, memory, ())
+        ]
+        self._add_cold(level, cold, counts, pools, codec)
 
-    def _build_disk(self, level: CacheLevel, tier: DiskTierConfig, cold: ColdLayout) -> None:
+    def _build_disk(self, level: CacheLevel, tier: DiskTierConfig, codec: ConfiguredCodec) -> None:
+        cold = self._cold[level] = cold_layout(codec.cold_page_bytes)
         strides = [disk_slot_bytes(size) for size in cold.slot_bytes]
-        counts = self._cold_counts(cold, strides, tier.quota_bytes)
+        counts = self._quotas.cold_slots(tier.quota_bytes, cold, strides, self._names[level])
         directory = self._lock_directory(Path(tier.path))
-        pools: list[DiskPool] = []
         for stale in directory.glob("pool-*.slots"):
             # Left by another model with more pool groups; nothing is reused, and the bound holds.
             if stale.name not in {f"pool-{group}.slots" for group in range(len(counts))}:
                 stale.unlink()
+        pools: list[DiskPool] = []
         for group, (count, size) in enumerate(zip(counts, cold.slot_bytes, strict=True)):
             path = directory / f"pool-{group}.slots"
             is_new = not path.exists()
@@ -167,13 +157,39 @@ class LevelBuilder:
             if is_new:
                 self._new_files.append(path)
             pools.append(pool)
-        self._add_level(level, cold.pool_group_of, counts, (), tuple(pools))
+        self._add_cold(level, cold, counts, pools, codec)
 
-    def _cold_counts(
-        self, cold: ColdLayout, strides: Sequence[int], quota_bytes: int
-    ) -> tuple[int, ...]:
-        per_block = self._config.tokens_per_block
-        return cold_slot_counts(self.layout, cold, strides, quota_bytes, per_block)
+    def _add_cold(
+        self,
+        level: CacheLevel,
+        cold: ColdLayout,
+        counts: Sequence[int],
+        pools: Sequence[tuple[MemoryPool] | DiskPool],
+        codec: ConfiguredCodec,
+    ) -> None:
+        lives = [
+            {
+                lc.layer_group_id
+                for lc in self.layout.life_cycles
+                if cold.pool_group_of[lc.life_cycle_id] == index
+            }
+            for index in range(len(counts))
+        ]
+        groups = tuple(
+            PoolGroup(level, PoolGroupIndex(index), SlotAllocator(count), pool, len(members))
+            for index, (count, pool, members) in enumerate(zip(counts, pools, lives, strict=True))
+        )
+        self._add_level(level, groups, cold.pool_group_of, codec)
+
+    def _add_level(
+        self,
+        level: CacheLevel,
+        groups: tuple[PoolGroup, ...],
+        group_of: tuple[PoolGroupIndex, ...],
+        codec: ConfiguredCodec | None,
+    ) -> None:
+        tier, name = self._config.cache_tiers[level].tier, self._names[level]
+        self._levels.append(LevelPools(level, tier, name, groups, group_of, codec))
 
     def _lock_directory(self, path: Path) -> Path:
         """The instance's directory, created and locked against a second opener until ``close``."""
@@ -198,133 +214,44 @@ class LevelBuilder:
         os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
         return path
 
-    def _add_level(
-        self,
-        level: CacheLevel,
-        group_of: Sequence[PoolGroupIndex],
-        counts: Sequence[int],
-        memory: tuple[tuple[MemoryPool, ...], ...],
-        disk: tuple[DiskPool, ...],
-    ) -> LevelPools:
-        pools = LevelPools(
-            level,
-            self._config.cache_tiers[level].tier,
-            self._names[level],
-            np.array(group_of, np.int16),
-            tuple(SlotAllocator(count) for count in counts),
-            memory,
-            disk,
-        )
-        self._levels.append(pools)
-        return pools
+    # ------------------------------------------------------------------ later
 
-    def _describe(self, hot: LevelPools) -> list[PoolGroupDesc]:
-        """The hot pool groups as a codec sees them, in index order."""
-        descs: list[PoolGroupDesc] = []
-        for index, pools in enumerate(hot.memory):
-            members = tuple(
-                LifeCycleDesc(
-                    lc.life_cycle_id,
-                    lc.layer_group_id,
-                    tuple(
-                        BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
-                        for b in lc.buffers
-                    ),
-                )
-                for lc in self.layout.life_cycles
-                if lc.hot_pool_group == index
+    def num_slots_for(
+        self, level: LevelPools, quota_bytes: int, byte_weights: Weights | None
+    ) -> tuple[int, ...]:
+        """Slots by pool group that a quota gives the level. Raises ConfigurationError when it is
+        too small.
+        """
+        if level.level == HOT_LEVEL:
+            return self._quotas.hot_slots(quota_bytes, byte_weights)
+        strides = [group.slot_bytes for group in level.groups]
+        cold = self._cold[level.level]
+        return self._quotas.cold_slots(quota_bytes, cold, strides, level.name, byte_weights)
+
+    def describe_hot(self) -> list[PoolGroupDesc]:
+        """The hot pool groups as codecs and kernels see them, in index order."""
+        return [self._describe(group) for group in self._levels[HOT_LEVEL].groups]
+
+    def _describe(self, group: PoolGroup) -> PoolGroupDesc:
+        members = tuple(
+            LifeCycleDesc(
+                lc.life_cycle_id,
+                lc.layer_group_id,
+                lc.page_class,
+                tuple(
+                    BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
+                    for b in lc.buffers
+                ),
             )
-            pool_descs = tuple(
-                PoolDesc(PoolIndex(i), pool.base_address, pool.slot_bytes)
-                for i, pool in enumerate(pools)
-            )
-            num_slots = hot.allocators[index].num_slots
-            descs.append(PoolGroupDesc(PoolGroupIndex(index), num_slots, pool_descs, members))
-        return descs
-
-    def max_sequence_tokens(self, max_utilization: float) -> int:
-        """See the function of this name; of the hot level."""
-        return self._capacity_tokens(self._levels[0], max_utilization)
-
-    def _capacity_tokens(self, level: LevelPools, max_utilization: float) -> int:
-        groups = [self.layout.layer_groups[lc.layer_group_id] for lc in self.layout.life_cycles]
-        return max_sequence_tokens(groups, level, self._config.tokens_per_block, max_utilization)
-
-    def level_stats(self, level: LevelPools) -> LevelStats:
-        """The level's numbers now."""
-        sizes = [level.slot_bytes(PoolGroupIndex(g)) for g in range(len(level.allocators))]
-        return LevelStats(
-            level.name,
-            level.tier,
-            sum(a.num_slots * s for a, s in zip(level.allocators, sizes, strict=True)),
-            sum(a.num_used * s for a, s in zip(level.allocators, sizes, strict=True)),
-            sum(a.num_slots for a in level.allocators),
-            sum(a.num_used for a in level.allocators),
-            sum(a.num_quarantined for a in level.allocators),
-            self._capacity_tokens(level, 1.0),
+            for lc in self.layout.life_cycles
+            if lc.hot_pool_group == group.index
         )
+        pools = tuple(
+            PoolDesc(PoolIndex(i), pool.base_address, pool.slot_bytes)
+            for i, pool in enumerate(group.memory)
+        )
+        return PoolGroupDesc(group.index, group.slots.stop_slot, pools, members)
 
     def close(self) -> None:
         """Free everything that was built. Nothing may be in flight."""
         self._resources.close()
-
-
-def _consume(codec: ColdPageCodec | None) -> ColdPageCodec:
-    if codec is None:
-        codec = create_default_cold_page_codec()
-    if codec.is_consumed:
-        raise CodecConsumedError(
-            "this codec belongs to another manager already: make a new one for each manager"
-        )
-    codec.is_consumed = True
-    return codec
-
-
-def _validate(codec: ColdPageCodec, layout: HotLayout) -> None:
-    """Every rule of the codec's answers, before any cold memory is allocated."""
-    name = codec.codec_id
-    for lc in layout.life_cycles:
-        member = lc.life_cycle_id
-        num_bytes = codec.query_cold_page_bytes(member)
-        if num_bytes <= 0:
-            raise CodecError(
-                f"codec {name} has a cold page of {num_bytes} bytes for life cycle {member}: "
-                "return its fixed, positive size from query_cold_page_bytes"
-            )
-        location = codec.query_page_index_location(member)
-        if not isinstance(location, PageIndexLocation):
-            raise CodecError(
-                f"codec {name} wants the page indices of life cycle {member} at {location}: "
-                "return a PageIndexLocation from query_page_index_location"
-            )
-        if location is not PageIndexLocation.HOST:
-            raise CodecError(
-                f"codec {name} wants its page indices in {location.value} memory, "
-                "which this device does not offer: use host indices"
-            )
-        _validate_batching(codec, layout, member)
-
-
-def _validate_batching(codec: ColdPageCodec, layout: HotLayout, member: LifeCycleId) -> None:
-    """The representative of a batching class is its smallest member, and like all the others."""
-    batches = f"codec {codec.codec_id} batches life cycle"
-    first = codec.get_batching_layer_group_id(member)
-    if not 0 <= first <= member:
-        raise CodecError(
-            f"{batches} {member} as {first}: "
-            "return the smallest life cycle of its class from get_batching_layer_group_id"
-        )
-    representative = codec.get_batching_layer_group_id(first)
-    if representative != first:
-        raise CodecError(
-            f"{batches} {member} as {first}, and that one as {representative}: "
-            "a representative must stand for itself"
-        )
-    if layout.life_cycles[first].hot_pool_group != layout.life_cycles[member].hot_pool_group:
-        raise CodecError(f"{batches}s {first} and {member} of two hot pool groups: keep them apart")
-    sizes = codec.query_cold_page_bytes(first), codec.query_cold_page_bytes(member)
-    if sizes[0] != sizes[1]:
-        raise CodecError(
-            f"{batches}s {first} and {member} with cold pages of {sizes[0]} and {sizes[1]} bytes: "
-            "keep them apart"
-        )

@@ -10,26 +10,31 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.codecs import ColdPageCodec
+from coldpage.block_table import BlockTable
+from coldpage.codecs import ColdPageCodec, PoolGroupDesc
 from coldpage.config import KVCacheManagerConfig, ReuseScope
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice
 from coldpage.errors import ClosedError, WrongThreadError
 from coldpage.manager.levels import LevelBuilder
-from coldpage.manager.stats import ManagerStats
+from coldpage.manager.observers import CacheObserver, ObserverHub
+from coldpage.manager.quotas import max_sequence_tokens
+from coldpage.manager.stats import ManagerStats, PoolGroupStats, group_stats, level_stats
+from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.page import DEFAULT_PRIORITY
-from coldpage.prefix import EXACT_PROVENANCE, PrefixTree, block_key, root_key
-from coldpage.sequence import KVCache, ReusedPrefix, SequenceContext
+from coldpage.prefix import PrefixTree, block_key, root_key
+from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
     BlockKey,
+    BlockOrdinal,
     BufferId,
     BufferRole,
+    CacheLevel,
     Int32Array,
     LayerGroupId,
     LayerId,
-    LifeCycleId,
     Priority,
 )
 
@@ -40,8 +45,9 @@ class KVCacheManager:
     """Pages, tiers and sequences of one model.
 
     The thread that makes a manager owns it; a call from any other raises WrongThreadError. Without
-    a ``device`` the hot level lives in host memory. A ``codec`` is consumed by this call, whether
-    it succeeds or not; None means the lossless concatenating one.
+    a ``device`` the hot level lives in host memory. ``codec`` makes the cold pages of every tier
+    that names no codec of its own; None means the lossless concatenating one. All codecs given are
+    consumed by this call, whether it succeeds or not.
 
     Raises ConfigurationError or StorageError when the tiers can not be built, with nothing left
     behind.
@@ -57,36 +63,55 @@ class KVCacheManager:
         self._owner = threading.get_ident()
         self._is_closed = False
         self.config = config
+        codecs = TierCodecs(config.cache_tiers, codec)
         self._owns_device = device is None
         self.device: Device = HostDevice() if device is None else device
-        builder = LevelBuilder(config, self.device)
         try:
-            self._storage = builder.build(codec)
+            self._builder = LevelBuilder(config, self.device, codecs)
+            self._storage = self._builder.build()
         except BaseException:
             if self._owns_device:
                 self.device.close()
             raise
-        self._builder = builder
-        self.layout = builder.layout
+        self.layout = self._builder.layout
+        self.provenance = codecs.provenance
         self._layer_group_of = {
             layer_id: group.layer_group_id
             for group in self.layout.layer_groups
             for layer_id in group.layer_ids
         }
-        life_cycles = self.layout.life_cycles
-        self._groups = tuple(self.layout.layer_groups[lc.layer_group_id] for lc in life_cycles)
-        self._tree = PrefixTree(self._storage.table, len(life_cycles))
-        self._storage.copies.observers.append(self._tree)
-        self._context = SequenceContext(
-            self._storage,
-            self._tree,
-            self._groups,
-            config.tokens_per_block,
-            config.max_util_for_resume,
-            self._check_thread,
-            lambda: not self._is_closed,
-            self.num_hot_blocks * config.tokens_per_block,
-            self.device.wait_for_progress,
+        groups = [lc.layer_group_id for lc in self.layout.life_cycles]
+        self._tree = PrefixTree(self._storage.table, groups)
+        self._hub = ObserverHub(self._storage.table, self._tree, groups)
+        self._storage.events.observers.append(self._hub)
+        self._capacity_tokens = self._hot_tokens(1.0)
+        self._context = self._make_context()
+
+    def _make_context(self) -> SequenceContext:
+        layout, config = self.layout, self.config
+        first, body = (
+            np.array(
+                [
+                    layout.life_cycle_of(g.layer_group_id, BlockOrdinal(ordinal))
+                    for g in layout.layer_groups
+                ],
+                np.int16,
+            )
+            for ordinal in (0, 1)
+        )
+        return SequenceContext(
+            storage=self._storage,
+            tree=self._tree,
+            layer_groups=layout.layer_groups,
+            first_life_cycle=first,
+            body_life_cycle=body,
+            tokens_per_block=config.tokens_per_block,
+            max_util_for_resume=config.max_util_for_resume,
+            check_thread=self._check_thread,
+            is_open=lambda: not self._is_closed,
+            max_capacity_tokens=lambda: self._capacity_tokens,
+            wait_for_progress=self.device.wait_for_progress,
+            on_stored=self._hub.on_stored,
         )
 
     # ------------------------------------------------------------------ sequences
@@ -97,15 +122,17 @@ class KVCacheManager:
         *,
         scope: ReuseScope | None = None,
         priority: Priority = DEFAULT_PRIORITY,
+        on_missing: OnMissing = OnMissing.RECOMPUTE,
     ) -> KVCache:
         """A suspended cache that holds the longest reusable prefix, in whole blocks, of ``tokens``.
 
         Pages of another ``scope`` are never reused. The prefix may be all of ``tokens``.
+        ``on_missing`` says what becomes of blocks whose contents are lost while it is suspended.
         """
         self._check_open()
-        root = root_key(self.config.model_fingerprint, scope or ReuseScope(), EXACT_PROVENANCE)
+        root = root_key(self.config.model_fingerprint, scope or ReuseScope(), self.provenance)
         prefix = self._find_prefix(root, np.asarray(tokens, np.int32).ravel())
-        return KVCache(self._context, prefix, priority)
+        return KVCache(self._context, prefix, priority, on_missing)
 
     def _find_prefix(self, root: BlockKey, tokens: Int32Array) -> ReusedPrefix:
         per_block = self.config.tokens_per_block
@@ -117,29 +144,32 @@ class KVCacheManager:
         pages = self._tree.find(keys)
         num_blocks = self._num_usable_blocks(pages != NO_PAGE)
         pages = pages[:, :num_blocks].copy()
-        for life_cycle, group in enumerate(self._groups):
+        for layer_group, group in enumerate(self.layout.layer_groups):
             stale = group.stale_blocks(num_blocks * per_block, per_block)
-            pages[life_cycle, stale.start : stale.stop] = NO_PAGE
+            pages[layer_group, stale.start : stale.stop] = NO_PAGE
+        table = BlockTable(len(self.layout.layer_groups))
+        table.append(pages)
         return ReusedPrefix(
             root,
             keys[:num_blocks],
-            pages,
+            table,
             tokens[: num_blocks * per_block],
             self._tokens_by_level(pages),
         )
 
     def _num_usable_blocks(self, has_page: npt.NDArray[np.bool_]) -> int:
-        """The longest prefix, in blocks, all of whose live blocks have pages ([num_life_cycles,
+        """The longest prefix, in blocks, all of whose live blocks have pages ([num_layer_groups,
         num_blocks]).
         """
         per_block = self.config.tokens_per_block
         missing_before = np.cumsum(~has_page, axis=1)
         for num_blocks in range(has_page.shape[1], 0, -1):
-            for life_cycle, group in enumerate(self._groups):
+            for layer_group, group in enumerate(self.layout.layer_groups):
                 stale = group.stale_blocks(num_blocks * per_block, per_block)
-                num_missing = missing_before[life_cycle, num_blocks - 1]
+                num_missing = missing_before[layer_group, num_blocks - 1]
                 if len(stale):
-                    num_missing -= np.count_nonzero(~has_page[life_cycle, stale.start : stale.stop])
+                    is_gone = ~has_page[layer_group, stale.start : stale.stop]
+                    num_missing -= np.count_nonzero(is_gone)
                 if num_missing:
                     break
             else:
@@ -174,27 +204,58 @@ class KVCacheManager:
         """The buffer in every hot slot: a writable view, uint8 [num_slots, buffer_bytes], slots far
         apart.
 
-        Valid until ``close``. Raises KeyError for an unknown buffer.
+        Valid until ``close`` or the next ``resize`` of the hot level. Raises KeyError for an
+        unknown buffer.
         """
         self._check_open()
-        life_cycle = self.layout.life_cycles[LifeCycleId(self._layer_group_of[layer_id])]
+        group_id = self._layer_group_of[layer_id]
+        life_cycle = self.layout.life_cycles[self.layout.life_cycle_of(group_id, BlockOrdinal(0))]
         wanted = BufferId(layer_id, role)
         for placement in life_cycle.buffers:
             if placement.buffer_id == wanted:
-                pools = self._storage.levels[HOT_LEVEL].memory[life_cycle.hot_pool_group]
+                group = self._storage.levels[HOT_LEVEL].group_of(life_cycle.life_cycle_id)
                 start = placement.offset_bytes
-                return pools[placement.pool_index].array[:, start : start + placement.num_bytes]
+                array = group.memory[placement.pool_index].array
+                return array[:, start : start + placement.num_bytes]
         raise KeyError(f"layer {layer_id} has no buffer {role!r}")
+
+    def hot_pool_groups(self) -> tuple[PoolGroupDesc, ...]:
+        """The layout and addresses of the hot pools, as codecs see them."""
+        self._check_open()
+        return tuple(self._builder.describe_hot())
+
+    def _hot_tokens(self, max_utilization: float) -> int:
+        hot = self._storage.levels[HOT_LEVEL]
+        return max_sequence_tokens(self.layout, hot, self.config.tokens_per_block, max_utilization)
 
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that can be resumed on an empty hot level."""
-        return self._builder.max_sequence_tokens(self.config.max_util_for_resume)
+        return self._hot_tokens(self.config.max_util_for_resume)
 
     @property
     def num_hot_blocks(self) -> int:
         """Blocks of one sequence that a full hot level would hold."""
-        return self._builder.max_sequence_tokens(1.0) // self.config.tokens_per_block
+        return self._capacity_tokens // self.config.tokens_per_block
+
+    def resize(self, level: CacheLevel, quota_bytes: int) -> None:
+        """Give a level another quota, while it holds pages. Blocks until it is done.
+
+        Pages of a level that shrinks move within it, then to colder levels, and are dropped only
+        when those are full. The quota is divided between layer groups as the level was used lately.
+        Base addresses stay; ask for ``hot_array`` again.
+
+        Raises ConfigurationError when the quota is too small, UsageError when active sequences have
+        pages in what would be cut off, DeviceError or StorageError when there is not so much room.
+        """
+        self._check_open()
+        pools = self._storage.levels[level]
+        weights = self._storage.usage.byte_weights(level)
+        counts = self._builder.num_slots_for(pools, quota_bytes, weights)
+        try:
+            self._storage.resize_level(level, counts)
+        finally:
+            self._capacity_tokens = self._hot_tokens(1.0)
 
     # ------------------------------------------------------------------ time, numbers, end
 
@@ -216,15 +277,31 @@ class KVCacheManager:
     def stats(self) -> ManagerStats:
         """An immutable snapshot of levels and counters."""
         self._check_open()
-        counters = self._storage.counters
+        events, per_block = self._storage.events, self.config.tokens_per_block
         return ManagerStats(
-            tuple(self._builder.level_stats(level) for level in self._storage.levels),
+            tuple(level_stats(level, self.layout, per_block) for level in self._storage.levels),
             self._storage.table.num_pages,
             self._tree.num_blocks,
-            dict(counters.moved_pages),
-            dict(counters.moved_bytes),
-            dict(counters.totals),
+            dict(events.moved_pages),
+            dict(events.moved_bytes),
+            dict(events.totals),
         )
+
+    def take_peak_stats(self, level: CacheLevel) -> tuple[PoolGroupStats, ...]:
+        """The numbers of each pool group of the level, in that level's own order, with the peaks
+        since the last call; they begin again now.
+        """
+        self._check_open()
+        pools = self._storage.levels[level]
+        stats = group_stats(pools, self.layout)
+        for group in pools.groups:
+            group.slots.reset_peak()
+        return stats
+
+    def add_observer(self, observer: CacheObserver) -> None:
+        """Tell ``observer`` of every block that is stored, moved or dropped from now on."""
+        self._check_open()
+        self._hub.observers.append(observer)
 
     def check_integrity(self) -> None:
         """Assert the invariants of slots, pages and the prefix tree. For tests: it looks at

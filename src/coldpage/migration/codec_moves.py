@@ -1,82 +1,142 @@
-"""Moves between the hot level and cold levels in memory: one codec call a batch, ordered by events.
+"""Moves between levels in memory, and the memory half of moves to disk: ordered by events.
 
 The transaction: the caller has allocated every destination slot; the migration stream waits for the
-ready events of sources and destinations; the codec enqueues; one finish event goes to both sides;
+ready events of sources and destinations; the work is enqueued; one finish event goes to both sides;
 only then does a destination count as a copy. A rejected submission is fenced and leaves the pages
 where they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 
-from coldpage.codecs.base import ColdPageCodec, PageIndexPairs
+from coldpage.codecs import ConfiguredCodec
 from coldpage.copy_engine import copy_slots
 from coldpage.device.base import Device, Event, Stream
 from coldpage.errors import SubmissionError
-from coldpage.events import Counters
-from coldpage.page import HOT_BIT, PageTable
-from coldpage.pools import LevelPools, split_by
-from coldpage.slots import ReadyEvents
+from coldpage.events import StorageEvents
+from coldpage.migration.codec_calls import CodecCalls
+from coldpage.page import PageTable
+from coldpage.pools import LevelPools, PoolGroup, split_by
+from coldpage.slots import ReadyEvents, SlotAllocator
 from coldpage.staging import StagingBuffer
-from coldpage.types import (
-    HOT_LEVEL,
-    PAGE_INDEX_PAIR,
-    Int32Array,
-    LifeCycleId,
-)
+from coldpage.types import HOT_LEVEL, Int32Array, LifeCycleId, MemAddress
 
-__all__ = ["CodecMoves"]
+__all__ = ["NUM_SCRATCH_SLOTS", "CodecMoves"]
 
+# Hot slots of each pool group set aside for pages that pass from one codec to another.
+NUM_SCRATCH_SLOTS: Final = 4
 
-def _pairs(dst: Int32Array, src: Int32Array) -> PageIndexPairs:
-    pairs = np.empty(dst.size, PAGE_INDEX_PAIR)
-    pairs["dst"] = dst
-    pairs["src"] = src
-    return pairs
+# Slots of one pool group that a submission touches.
+_Touched = tuple[SlotAllocator, Int32Array]
 
 
 class CodecMoves:
-    """Encodes and decodes batches of pages on two streams of its own."""
+    """Moves batches of pages on two streams of its own."""
 
     def __init__(
         self,
         device: Device,
-        codec: ColdPageCodec,
+        calls: CodecCalls,
         levels: Sequence[LevelPools],
         table: PageTable,
-        counters: Counters,
+        events: StorageEvents,
     ) -> None:
         self.ready = ReadyEvents()
-        self._codec = codec
-        self._levels = levels
+        self._calls = calls
         self.hot_level = levels[HOT_LEVEL]
         self._table = table
-        self._counters = counters
-        num_life_cycles = self.hot_level.pool_group_of.size
-        self.cold_page_bytes = [
-            codec.query_cold_page_bytes(LifeCycleId(i)) for i in range(num_life_cycles)
-        ]
-        self._representative = np.array(
-            [codec.get_batching_layer_group_id(LifeCycleId(i)) for i in range(num_life_cycles)],
-            np.int16,
-        )
+        self._events = events
         # After all that can fail: a stream ends with its device only.
         self.offload_stream = device.create_stream("offload")
         self.onboard_stream = device.create_stream("onboard")
 
-    def batches(self, pages: Int32Array) -> Iterator[tuple[LifeCycleId, Int32Array]]:
-        """The pages in batches that one codec call may take, with the life cycle that stands for
-        each.
+    # ------------------------------------------------------------------ batching
 
-        Equal representatives share hot and cold pool groups, so the representative alone is the
-        key.
+    def batches(self, pages: Int32Array, *codecs: ConfiguredCodec) -> Iterator[Int32Array]:
+        """The pages in batches that one call of each of the codecs may take.
+
+        Equal representatives share pool groups on both sides, so they alone are the key.
         """
-        keys = self._representative[self._table.life_cycle[pages]]
-        for representative, batch in split_by(keys, pages):
-            yield LifeCycleId(representative), batch
+        life_cycles = self._table.life_cycle[pages]
+        keys = codecs[0].representative[life_cycles].astype(np.int64)
+        for codec in codecs[1:]:
+            keys = (keys << 16) | codec.representative[life_cycles]
+        for _, batch in split_by(keys, pages):
+            yield batch
+
+    def representative(self, codec: ConfiguredCodec, batch: Int32Array) -> LifeCycleId:
+        """The life cycle that stands for all pages of a batch."""
+        return LifeCycleId(int(codec.representative[self._table.life_cycle[batch[0]]]))
+
+    def cold_page_bytes(self, codec: ConfiguredCodec, batch: Int32Array) -> int:
+        """The size, and stride, of the cold pages of a batch."""
+        return codec.cold_page_bytes[self.representative(codec, batch)]
+
+    # ------------------------------------------------------------------ the transaction
+
+    def _submit(
+        self,
+        stream: Stream,
+        sources: Sequence[_Touched],
+        destinations: Sequence[_Touched],
+        work: Callable[[], None],
+    ) -> Event | None:
+        """Enqueue ``work`` after the ready events of everything it touches, and leave its own event
+        there. Returns that, or None when the work was rejected.
+        """
+        for slots, touched in sources:
+            self.ready.wait_on(stream, slots.event[touched])
+        for slots, touched in destinations:
+            self.ready.wait_on(stream, slots.event[touched])
+        accepted = True
+        try:
+            work()
+        except SubmissionError:
+            accepted = False
+            self._events.totals["rejected_submissions"] += 1
+        # Also after a rejection: a codec may have enqueued a part before it failed.
+        event = stream.record()
+        event_id = self.ready.register(event)
+        for slots, touched in (*sources, *destinations):
+            slots.event[touched] = event_id
+        return event if accepted else None
+
+    def _touched(self, level: LevelPools, batch: Int32Array) -> _Touched:
+        group = level.group_of(self._table.life_cycle[batch[0]])
+        return group.slots, self._table.slot[level.level, batch]
+
+    def _base(self, level: LevelPools, batch: Int32Array) -> MemAddress:
+        return level.group_of(self._table.life_cycle[batch[0]]).cold_memory.base_address
+
+    def _encode(
+        self,
+        codec: ConfiguredCodec,
+        batch: Int32Array,
+        base: MemAddress,
+        dst: Int32Array,
+        src: Int32Array,
+    ) -> None:
+        """Hot -> cold on the offload stream."""
+        life_cycle, ordinals = self.representative(codec, batch), self._table.ordinal[batch]
+        self._calls.encode(codec, life_cycle, base, dst, src, ordinals, self.offload_stream)
+
+    def _decode(
+        self,
+        codec: ConfiguredCodec,
+        batch: Int32Array,
+        base: MemAddress,
+        dst: Int32Array,
+        src: Int32Array,
+        stream: Stream,
+    ) -> None:
+        life_cycle, ordinals = self.representative(codec, batch), self._table.ordinal[batch]
+        self._calls.decode(codec, life_cycle, base, dst, src, ordinals, stream)
+
+    # ------------------------------------------------------------------ hot <-> cold memory
 
     def offload(self, pages: Int32Array, level: LevelPools) -> Int32Array:
         """Enqueue hot -> ``level`` (memory), into the slots that the pages have there already.
@@ -84,87 +144,79 @@ class CodecMoves:
         Returns the pages whose submission was rejected: they are as before, without their slots
         there.
         """
-        failed = [
+        refused = [
             batch
-            for representative, batch in self.batches(pages)
-            if not self._move(representative, batch, level, to_hot=False)
+            for batch in self.batches(pages, level.codec)
+            if not self._offload_batch(batch, level)
         ]
-        return np.concatenate(failed) if failed else pages[:0]
+        return np.concatenate(refused) if refused else pages[:0]
+
+    def _offload_batch(self, batch: Int32Array, level: LevelPools) -> bool:
+        hot, cold = self._touched(self.hot_level, batch), self._touched(level, batch)
+        base = self._base(level, batch)
+        event = self._submit(
+            self.offload_stream,
+            [hot],
+            [cold],
+            lambda: self._encode(level.codec, batch, base, cold[1], hot[1]),
+        )
+        if event is None:
+            cold[0].free(cold[1])
+            return False
+        self._arrived(batch, self.hot_level, level)
+        return True
 
     def onboard(self, pages: Int32Array, level: LevelPools) -> Int32Array:
         """Enqueue ``level`` (memory) -> hot. As ``offload``, the other way."""
-        failed = [
+        refused = [
             batch
-            for representative, batch in self.batches(pages)
-            if not self._move(representative, batch, level, to_hot=True)
+            for batch in self.batches(pages, level.codec)
+            if not self._onboard_batch(batch, level)
         ]
-        return np.concatenate(failed) if failed else pages[:0]
+        return np.concatenate(refused) if refused else pages[:0]
 
-    def _move(
-        self, representative: LifeCycleId, pages: Int32Array, level: LevelPools, *, to_hot: bool
-    ) -> bool:
-        table = self._table
-        hot_slots, cold_slots = table.slot[HOT_LEVEL, pages], table.slot[level.level, pages]
-        hot_group = self.hot_level.allocators[self.hot_level.pool_group_of[representative]]
-        cold_index = level.pool_group_of[representative]
-        cold_group = level.allocators[cold_index]
-        base = level.memory[cold_index][0].base_address
-        stream = self.onboard_stream if to_hot else self.offload_stream
-        self.ready.wait_on(stream, hot_group.event[hot_slots])
-        self.ready.wait_on(stream, cold_group.event[cold_slots])
-        accepted = True
-        try:
-            if to_hot:
-                self._codec.decode(representative, base, _pairs(hot_slots, cold_slots), stream)
-            else:
-                self._codec.encode(representative, base, _pairs(cold_slots, hot_slots), stream)
-        except SubmissionError:
-            accepted = False
-            self._counters.totals["rejected_submissions"] += 1
-        # Also after a rejection: a codec may have enqueued a part before it failed.
-        event_id = self.ready.register(stream.record())
-        hot_group.event[hot_slots] = event_id
-        cold_group.event[cold_slots] = event_id
-        if accepted:
-            table.present[pages] |= HOT_BIT if to_hot else level.bit
-            num_bytes = self.cold_page_bytes[representative] * pages.size
-            path = f"{level.name}-hot" if to_hot else f"hot-{level.name}"
-            self._counters.count_move(path, int(pages.size), num_bytes)
-        elif to_hot:
-            hot_group.free(hot_slots)
-        else:
-            cold_group.free(cold_slots)
-        return accepted
+    def _onboard_batch(self, batch: Int32Array, level: LevelPools) -> bool:
+        hot, cold = self._touched(self.hot_level, batch), self._touched(level, batch)
+        base, stream = self._base(level, batch), self.onboard_stream
+        event = self._submit(
+            stream,
+            [cold],
+            [hot],
+            lambda: self._decode(level.codec, batch, base, hot[1], cold[1], stream),
+        )
+        if event is None:
+            hot[0].free(hot[1])
+            return False
+        self._arrived(batch, level, self.hot_level)
+        return True
+
+    def _arrived(self, batch: Int32Array, source: LevelPools, target: LevelPools) -> None:
+        self._table.present[batch] |= target.bit
+        cold = source if target is self.hot_level else target
+        page_bytes = self.cold_page_bytes(cold.codec, batch)
+        self._events.moved(batch, source.level, target.level, page_bytes)
+
+    # ------------------------------------------------------------------ hot <-> staging
 
     def encode_staged(
-        self, representative: LifeCycleId, pages: Int32Array, lease: StagingBuffer
+        self, batch: Int32Array, codec: ConfiguredCodec, lease: StagingBuffer
     ) -> Event | None:
         """Enqueue hot -> staging, page ``i`` at the ``i``-th slice. The lease belongs to the
         offload stream.
 
         Returns the event of the encoded bytes, or None when the submission was rejected.
         """
-        table, stream = self._table, self.offload_stream
-        hot_slots = table.slot[HOT_LEVEL, pages]
-        hot_group = self.hot_level.allocators[self.hot_level.pool_group_of[representative]]
-        self.ready.wait_on(stream, hot_group.event[hot_slots])
-        slices = np.arange(pages.size, dtype=np.int32)
-        accepted = True
-        try:
-            self._codec.encode(representative, lease.address, _pairs(slices, hot_slots), stream)
-        except SubmissionError:
-            accepted = False
-            self._counters.totals["rejected_submissions"] += 1
-        event = stream.record()
-        hot_group.event[hot_slots] = self.ready.register(event)
-        return event if accepted else None
+        hot = self._touched(self.hot_level, batch)
+        slices = np.arange(batch.size, dtype=np.int32)
+        return self._submit(
+            self.offload_stream,
+            [hot],
+            [],
+            lambda: self._encode(codec, batch, lease.address, slices, hot[1]),
+        )
 
     def decode_staged(
-        self,
-        representative: LifeCycleId,
-        pages: Int32Array,
-        slices: Int32Array,
-        lease: StagingBuffer,
+        self, batch: Int32Array, codec: ConfiguredCodec, slices: Int32Array, lease: StagingBuffer
     ) -> bool:
         """Enqueue staging -> hot for the verified ``slices``; the lease passes to the onboard
         stream.
@@ -173,62 +225,156 @@ class CodecMoves:
         """
         stream = self.onboard_stream
         lease.set_stream(stream)
-        hot_slots = self._table.slot[HOT_LEVEL, pages]
-        hot_group = self.hot_level.allocators[self.hot_level.pool_group_of[representative]]
-        self.ready.wait_on(stream, hot_group.event[hot_slots])
-        accepted = True
-        try:
-            self._codec.decode(representative, lease.address, _pairs(hot_slots, slices), stream)
-        except SubmissionError:
-            accepted = False
-            self._counters.totals["rejected_submissions"] += 1
-        hot_group.event[hot_slots] = self.ready.register(stream.record())
-        return accepted
+        hot = self._touched(self.hot_level, batch)
+        event = self._submit(
+            stream,
+            [],
+            [hot],
+            lambda: self._decode(codec, batch, lease.address, hot[1], slices, stream),
+        )
+        return event is not None
+
+    # ------------------------------------------------------------------ cold -> cold
+
+    def copy_cold(self, pages: Int32Array, source: LevelPools, target: LevelPools) -> Int32Array:
+        """Enqueue one cold level in memory -> another, into the slots that the pages have there
+        already: raw where both have the same codec. Returns the pages whose submission was
+        rejected, without their slots there.
+        """
+        refused: list[Int32Array] = []
+        for batch in self.batches(pages, source.codec, target.codec):
+            src, dst = self._touched(source, batch), self._touched(target, batch)
+            work = self._cold_work(batch, source, target)
+            if self._submit(self.offload_stream, [src], [dst], work) is None:
+                dst[0].free(dst[1])
+                refused.append(batch)
+                continue
+            self._table.present[batch] |= target.bit
+            page_bytes = self.cold_page_bytes(target.codec, batch)
+            self._events.moved(batch, source.level, target.level, page_bytes)
+        return np.concatenate(refused) if refused else pages[:0]
+
+    def _cold_work(
+        self, batch: Int32Array, source: LevelPools, target: LevelPools
+    ) -> Callable[[], None]:
+        src, dst = self._touched(source, batch)[1], self._touched(target, batch)[1]
+        if source.codec is not target.codec:
+            places = (self._base(source, batch), src), (self._base(target, batch), dst)
+            return lambda: self._transcode(batch, source.codec, target.codec, *places)
+        life_cycle = self._table.life_cycle[batch[0]]
+        pools = [level.group_of(life_cycle).memory for level in (target, source)]
+        return lambda: copy_slots(pools[0], dst, pools[1], src, self.offload_stream)
+
+    def _transcode(
+        self,
+        batch: Int32Array,
+        source: ConfiguredCodec,
+        target: ConfiguredCodec,
+        src: tuple[MemAddress, Int32Array],
+        dst: tuple[MemAddress, Int32Array],
+    ) -> None:
+        """Decode and encode through the scratch slots. Both on the offload stream, on which alone
+        scratch slots are used, so their next use comes after this one.
+        """
+        for start in range(0, batch.size, NUM_SCRATCH_SLOTS):
+            chunk = slice(start, start + NUM_SCRATCH_SLOTS)
+            some = batch[chunk]
+            scratch = np.arange(some.size, dtype=np.int32)
+            self._decode(source, some, src[0], scratch, src[1][chunk], self.offload_stream)
+            self._encode(target, some, dst[0], dst[1][chunk], scratch)
+        self._events.totals["transcoded_pages"] += int(batch.size)
+
+    def transcode_to_staging(
+        self, batch: Int32Array, source: LevelPools, codec: ConfiguredCodec, lease: StagingBuffer
+    ) -> Event | None:
+        """Enqueue ``source`` (memory) -> staging in another codec's form. As ``encode_staged``."""
+        src = self._touched(source, batch)
+        slices = np.arange(batch.size, dtype=np.int32)
+        places = (self._base(source, batch), src[1]), (lease.address, slices)
+        return self._submit(
+            self.offload_stream,
+            [src],
+            [],
+            lambda: self._transcode(batch, source.codec, codec, *places),
+        )
+
+    def transcode_from_staging(
+        self,
+        batch: Int32Array,
+        codec: ConfiguredCodec,
+        slices: Int32Array,
+        lease: StagingBuffer,
+        target: LevelPools,
+    ) -> bool:
+        """Enqueue staging in another codec's form -> ``target`` (memory). As ``decode_staged``, on
+        the offload stream.
+        """
+        lease.set_stream(self.offload_stream)
+        dst = self._touched(target, batch)
+        places = (lease.address, slices), (self._base(target, batch), dst[1])
+        event = self._submit(
+            self.offload_stream,
+            [],
+            [dst],
+            lambda: self._transcode(batch, codec, target.codec, *places),
+        )
+        return event is not None
+
+    # ------------------------------------------------------------------ within a level
 
     def copy_hot(self, src: Int32Array, dst: Int32Array) -> None:
         """Enqueue hot -> hot, ``dst[i] <- src[i]``, both in hot slots. Raises SubmissionError."""
-        stream = self.onboard_stream
-        keys = self.hot_level.pool_group_of[self._table.life_cycle[src]]
-        for pool_group in np.unique(keys).tolist():
-            group = self.hot_level.allocators[pool_group]
-            pools = self.hot_level.memory[pool_group]
-            src_slots = self._table.slot[HOT_LEVEL, src[keys == pool_group]]
-            dst_slots = self._table.slot[HOT_LEVEL, dst[keys == pool_group]]
-            self.ready.wait_on(stream, group.event[src_slots])
-            self.ready.wait_on(stream, group.event[dst_slots])
-            try:
-                copy_slots(pools, dst_slots, pools, src_slots, stream)
-            finally:
-                event_id = self.ready.register(stream.record())
-                group.event[src_slots] = event_id
-                group.event[dst_slots] = event_id
-        self._counters.totals["copied_on_write_pages"] += int(src.size)
+        slot = self._table.slot[HOT_LEVEL]
+        order = np.arange(src.size)
+        for group, members in self.hot_level.split(self._table.life_cycle[src], order):
+            if not self.copy_within(group, slot[src[members]], slot[dst[members]]):
+                raise SubmissionError("a copy within the hot level was rejected")
+        self._events.totals["copied_on_write_pages"] += int(src.size)
+
+    def copy_within(self, group: PoolGroup, src: Int32Array, dst: Int32Array) -> bool:
+        """Enqueue slot ``src[i]`` -> ``dst[i]`` in every pool of a group in memory. Returns False
+        when the submission was rejected.
+        """
+        stream, pools = self.onboard_stream, group.memory
+        event = self._submit(
+            stream,
+            [(group.slots, src)],
+            [(group.slots, dst)],
+            lambda: copy_slots(pools, dst, pools, src, stream),
+        )
+        return event is not None
+
+    # ------------------------------------------------------------------ events of hot slots
 
     def order_after(self, pages: Int32Array, stream: Stream) -> None:
         """Make the pages' hot slots ready only after all work enqueued on ``stream`` so far (and
         before).
         """
-        keys = self.hot_level.pool_group_of[self._table.life_cycle[pages]]
-        groups = list(split_by(keys, pages))
-        for pool_group, members in groups:
-            slots = self._table.slot[HOT_LEVEL, members]
+        touched = list(self._hot_slots(pages))
+        for slots, ids in touched:
             # Another reader's event must not be forgotten: make the new event come after it.
-            self.ready.wait_on(stream, self.hot_level.allocators[pool_group].event[slots])
+            self.ready.wait_on(stream, slots.event[ids])
         event_id = self.ready.register(stream.record())
-        for pool_group, members in groups:
-            slots = self._table.slot[HOT_LEVEL, members]
-            self.hot_level.allocators[pool_group].event[slots] = event_id
+        for slots, ids in touched:
+            slots.event[ids] = event_id
+
+    def _hot_slots(self, pages: Int32Array) -> Iterator[_Touched]:
+        for group, members in self.hot_level.split(self._table.life_cycle[pages], pages):
+            yield group.slots, self._table.slot[HOT_LEVEL, members]
 
     def outstanding(self, pages: Int32Array) -> list[Event]:
         """The distinct events that the pages' hot slots still wait for."""
-        keys = self.hot_level.pool_group_of[self._table.life_cycle[pages]]
-        events: list[Event] = []
-        for pool_group, members in split_by(keys, pages):
-            slots = self._table.slot[HOT_LEVEL, members]
-            events += self.ready.outstanding(self.hot_level.allocators[pool_group].event[slots])
-        return events
+        return [
+            event
+            for slots, ids in self._hot_slots(pages)
+            for event in self.ready.outstanding(slots.event[ids])
+        ]
 
     def synchronize(self) -> None:
         """Block until everything enqueued here has completed."""
         self.offload_stream.synchronize()
         self.onboard_stream.synchronize()
+
+    def close(self) -> None:
+        """Free what codec calls needed. Nothing may be in flight."""
+        self._calls.close()

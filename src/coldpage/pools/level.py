@@ -1,69 +1,177 @@
-"""The pools of one cache level, by the pool groups of that level."""
+"""One cache level: its pool groups, and which of them each life cycle uses there.
+
+A pool group is an object of its level, so that groups of two levels can not be taken for each
+other: there is no index to compare.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from coldpage.codecs import ConfiguredCodec
 from coldpage.pools.disk import DiskPool
 from coldpage.pools.memory import MemoryPool
 from coldpage.slots import SlotAllocator
-from coldpage.types import CacheLevel, CacheTier, Int32Array, PoolGroupIndex
+from coldpage.types import (
+    CacheLevel,
+    CacheTier,
+    Int32Array,
+    Int64Array,
+    LifeCycleId,
+    PoolGroupIndex,
+)
 
-__all__ = ["LevelPools", "split_by"]
+__all__ = ["LevelPools", "PoolGroup", "split_by"]
+
+_Item = TypeVar("_Item", bound=np.generic)
 
 
-def split_by(keys: npt.NDArray[np.integer], pages: Int32Array) -> Iterator[tuple[int, Int32Array]]:
-    """``pages`` in runs of equal ``keys``, keeping their order within a run."""
+def split_by(
+    keys: npt.NDArray[np.integer], items: npt.NDArray[_Item]
+) -> Iterator[tuple[int, npt.NDArray[_Item]]]:
+    """``items`` in runs of equal ``keys``, keeping their order within a run."""
     if keys.size == 0:
         return
     first = int(keys[0])
     if bool((keys == first).all()):
-        yield first, pages
+        yield first, items
         return
     for key in np.unique(keys).tolist():
-        yield key, pages[keys == key]
+        yield key, items[keys == key]
 
 
-@dataclass(frozen=True, slots=True)
-class LevelPools:
-    """A level: its medium, which pool group each life cycle uses there, and the pools themselves.
+class PoolGroup:
+    """Pools that share slot ids: one or more in memory on the hot level, one on a cold level.
 
-    The hot level has one or more pools a group, a cold level in memory one, a disk level none in
-    memory.
+    ``index`` counts the groups of this level only. ``num_block_pages`` is how many pages of one
+    block live here.
     """
 
-    level: CacheLevel
-    tier: CacheTier
-    name: str
-    pool_group_of: npt.NDArray[np.int16]  # by life cycle
-    allocators: tuple[SlotAllocator, ...]  # by pool group, as are the next two
-    memory: tuple[tuple[MemoryPool, ...], ...]
-    disk: tuple[DiskPool, ...]
+    def __init__(
+        self,
+        level: CacheLevel,
+        index: PoolGroupIndex,
+        slots: SlotAllocator,
+        pools: tuple[MemoryPool, ...] | DiskPool,
+        num_block_pages: int,
+    ) -> None:
+        self.level = level
+        self.index = index
+        self.slots = slots
+        self.num_block_pages = num_block_pages
+        self._pools = pools
 
     @property
-    def bit(self) -> np.uint8:
-        """The level's bit in the page columns."""
-        return np.uint8(1 << self.level)
+    def memory(self) -> tuple[MemoryPool, ...]:
+        """The pools, on a level in memory."""
+        assert isinstance(self._pools, tuple), "a disk level has no pool in memory"
+        return self._pools
 
     @property
-    def is_disk(self) -> bool:
-        """Whether its slots can be reached only by I/O."""
-        return self.tier is CacheTier.DISK
+    def cold_memory(self) -> MemoryPool:
+        """The one pool of a cold level in memory."""
+        (pool,) = self.memory
+        return pool
 
-    def slot_bytes(self, pool_group: PoolGroupIndex) -> int:
+    @property
+    def disk(self) -> DiskPool:
+        """The one pool of a disk level."""
+        assert isinstance(self._pools, DiskPool), "a level in memory has no disk pool"
+        return self._pools
+
+    @property
+    def slot_bytes(self) -> int:
         """What one slot takes on the medium."""
-        if self.is_disk:
-            return self.disk[pool_group].slot_bytes
-        return sum(pool.slot_bytes for pool in self.memory[pool_group])
+        if isinstance(self._pools, DiskPool):
+            return self._pools.slot_bytes
+        return sum(pool.slot_bytes for pool in self._pools)
 
-    def max_locked_slots(self, pool_group: PoolGroupIndex, max_utilization: float) -> int:
+    def max_locked_slots(self, max_utilization: float) -> int:
         """How many slots locked pages may fill: ``max_utilization`` of them, and always the pages
         of one block.
         """
-        num_slots = self.allocators[pool_group].num_slots
-        pages_of_block = int(np.count_nonzero(self.pool_group_of == pool_group))
-        return min(num_slots, max(pages_of_block, int(num_slots * max_utilization)))
+        num_slots = self.slots.num_slots
+        return min(num_slots, max(self.num_block_pages, int(num_slots * max_utilization)))
+
+    def resize(self, num_slots: int) -> None:
+        """Have ``num_slots`` slots. Those cut off have no owner, and nothing is in flight there.
+        Raises DeviceError or StorageError, changing nothing, when there is no room for more.
+        """
+        num_places = self.slots.first_slot + num_slots
+        if isinstance(self._pools, DiskPool):
+            self._pools.resize(num_places)
+        else:
+            self._resize_memory(self._pools, num_places)
+        self.slots.resize(num_slots)
+
+    def _resize_memory(self, pools: tuple[MemoryPool, ...], num_places: int) -> None:
+        old = self.slots.stop_slot
+        for count, pool in enumerate(pools):
+            try:
+                pool.resize(num_places)
+            except BaseException:
+                for changed in pools[:count]:
+                    changed.resize(old)
+                raise
+
+
+class LevelPools:
+    """A level: its medium and name, its pool groups, and, if it is cold, the codec of its pages."""
+
+    def __init__(
+        self,
+        level: CacheLevel,
+        tier: CacheTier,
+        name: str,
+        groups: tuple[PoolGroup, ...],
+        pool_group_of: tuple[PoolGroupIndex, ...],
+        codec: ConfiguredCodec | None,
+    ) -> None:
+        """``pool_group_of`` is by life cycle; ``codec`` is None on the hot level."""
+        self.level = level
+        self.tier = tier
+        self.name = name
+        self.groups = groups
+        self.bit = np.uint8(1 << level)
+        self.is_disk = tier is CacheTier.DISK
+        self._codec = codec
+        self._index_of = np.array(pool_group_of, np.int16)
+
+    @property
+    def codec(self) -> ConfiguredCodec:
+        """What made the cold pages here."""
+        assert self._codec is not None, "the hot level has no codec"
+        return self._codec
+
+    @property
+    def codec_name(self) -> str:
+        """The codec for people; empty on the hot level."""
+        return "" if self._codec is None else self._codec.name
+
+    def group_of(self, life_cycle_id: LifeCycleId | int) -> PoolGroup:
+        """Where the pages of a life cycle live on this level."""
+        return self.groups[int(self._index_of[life_cycle_id])]
+
+    def split(
+        self, life_cycles: npt.NDArray[np.int16], items: npt.NDArray[_Item]
+    ) -> Iterator[tuple[PoolGroup, npt.NDArray[_Item]]]:
+        """``items``, whose life cycles are given, by pool group; the order within one is kept."""
+        for index, members in split_by(self._index_of[life_cycles], items):
+            yield self.groups[index], members
+
+    def count(self, life_cycles: npt.NDArray[np.int16]) -> Int64Array:
+        """How many of the life cycles' pages each pool group would hold, in the order of
+        ``groups``.
+        """
+        counts = np.bincount(self._index_of[life_cycles], minlength=len(self.groups))
+        return counts.astype(np.int64)
+
+    def owners(self, group: PoolGroup) -> Int32Array:
+        """The pages that own a slot of one of this level's groups, by slot."""
+        assert group.level == self.level, "a pool group of another level"
+        owners: Int32Array = group.slots.page[group.slots.owned()]
+        return owners

@@ -8,11 +8,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from coldpage.events import Counters, StorageObserver
+from coldpage.events import StorageEvents
 from coldpage.page import HOT_BIT, PageTable
-from coldpage.pools import LevelPools, split_by
+from coldpage.pools import LevelPools
 from coldpage.types import HOT_LEVEL, Int32Array
 
 __all__ = ["BAD_DISK", "NO_ROOM", "PageCopies"]
@@ -28,26 +26,23 @@ class PageCopies:
     a transfer.
     """
 
-    def __init__(self, levels: Sequence[LevelPools], table: PageTable, counters: Counters) -> None:
+    def __init__(
+        self, levels: Sequence[LevelPools], table: PageTable, events: StorageEvents
+    ) -> None:
         self.levels = levels
         self.table = table
-        self.counters = counters
-        self.observers: list[StorageObserver] = []
+        self.events = events
         self._logged_causes: set[str] = set()
 
     def allocate(self, level: LevelPools, pages: Int32Array) -> None:
         """Give each page a slot on the level. The caller has made sure that enough are free."""
-        for pool_group, members in split_by(self.pool_groups(level, pages), pages):
-            self.table.slot[level.level, members] = level.allocators[pool_group].allocate(members)
-
-    def pool_groups(self, level: LevelPools, pages: Int32Array) -> np.ndarray:
-        """The pool group of each page on the level."""
-        return level.pool_group_of[self.table.life_cycle[pages]]
+        for group, members in level.split(self.table.life_cycle[pages], pages):
+            self.table.slot[level.level, members] = group.slots.allocate(members)
 
     def free_slots(self, level: LevelPools, pages: Int32Array) -> None:
         """Give back the pages' slots on the level; their columns are the caller's."""
-        for pool_group, members in split_by(self.pool_groups(level, pages), pages):
-            level.allocators[pool_group].free(self.table.slot[level.level, members])
+        for group, members in level.split(self.table.life_cycle[pages], pages):
+            group.slots.free(self.table.slot[level.level, members])
 
     def drop(self, level: LevelPools, pages: Int32Array) -> None:
         """The pages' copies on the level are copies no more. A slot still being read is freed when
@@ -63,13 +58,21 @@ class PageCopies:
         for level in self.levels[1:]:
             self.drop(level, pages)
 
+    def drop_last(self, level: LevelPools, pages: Int32Array, cause: str) -> None:
+        """Drop copies on the level that are their pages' only ones: the contents are gone."""
+        for group, members in level.split(self.table.life_cycle[pages], pages):
+            group.slots.num_dropped += int(members.size)
+        self.drop(level, pages)
+        self.lose(pages, cause)
+
     def lose(self, pages: Int32Array, cause: str) -> None:
         """The contents of ``pages``, which have no copy left, are gone: held pages are missing from
         now on, droppable ones are forgotten. The first loss of held pages by each cause is logged.
         """
         if not pages.size:
             return
-        table, totals = self.table, self.counters.totals
+        table, totals = self.table, self.events.totals
+        self.events.lost(pages, cause)
         is_held = table.num_refs[pages] > 0
         held, droppable = pages[is_held], pages[~is_held]
         if held.size:
@@ -93,8 +96,8 @@ class PageCopies:
         nodes, life_cycles = table.node[pages].copy(), table.life_cycle[pages].copy()
         committed = nodes != 0
         table.node[pages] = 0
-        for observer in self.observers:
-            observer.on_forgotten(nodes[committed], life_cycles[committed])
+        table.is_drop_planned[pages] = False
+        self.events.forgotten(nodes[committed], life_cycles[committed])
         self.bury(pages)
 
     def bury(self, pages: Int32Array) -> None:

@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from coldpage.eviction import EvictionPolicy
+from coldpage.eviction import EvictionPolicy, least_valuable, num_outranking
 from coldpage.migration import CodecMoves, DiskMoves
 from coldpage.page import HOT_BIT, PageTable
-from coldpage.pools import LevelPools, split_by
+from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.copies import NO_ROOM, PageCopies
-from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex
+from coldpage.types import HOT_LEVEL, Int32Array
 
 __all__ = ["Escalation", "Losable"]
 
@@ -62,43 +62,60 @@ class Escalation:
         self._policy = policy
         self._drain = drain
         # What the spill saw when it last looked at a level's pool group.
-        self._spill_seen: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._spill_seen: dict[PoolGroup, tuple[int, int, int]] = {}
 
     # ------------------------------------------------------------------ the hot level
 
-    def evictable(self, pool_group: PoolGroupIndex) -> Int32Array:
+    def evictable(self, group: PoolGroup) -> Int32Array:
         """Pages whose hot slot could be taken: nobody has them locked, nothing moves there."""
         table = self._table
-        allocator = self._levels[HOT_LEVEL].allocators[pool_group]
-        owners = allocator.page[allocator.owned()]
+        owners = self._levels[HOT_LEVEL].owners(group)
         in_motion = (table.reserved[owners] | table.busy[owners]) & HOT_BIT
         evictable: Int32Array = owners[(table.num_locks[owners] == 0) & (in_motion == 0)]
         return evictable
 
-    def make_hot_room(self, pool_group: PoolGroupIndex, count: int) -> bool:
-        """Have at least ``count`` free hot slots. All or nothing as far as eviction
+    def make_hot_room(self, group: PoolGroup, count: int) -> bool:
+        """Have at least ``count`` free slots in a hot pool group. All or nothing as far as eviction
         is concerned.
         """
-        hot, table = self._levels[HOT_LEVEL], self._table
-        allocator = hot.allocators[pool_group]
-        shortage = count - allocator.num_free
+        table = self._table
+        shortage = count - group.slots.num_free
         if shortage <= 0:
             return True
-        candidates = self.evictable(pool_group)
+        candidates = self.evictable(group)
         if candidates.size < shortage:
             return False
         if len(self._levels) == 1:
             is_held = table.num_refs[candidates] > 0
-            victims = self._policy.choose(table, candidates[~is_held], shortage)
-            num_held = shortage - victims.size
-            held = self._policy.choose(table, candidates[is_held], num_held)
+            victims = self._choose(candidates[~is_held], shortage)
+            held = self._choose(candidates[is_held], shortage - victims.size)
             victims = np.concatenate([victims, held])
         else:
-            victims = self._policy.choose(table, candidates, shortage)
-        has_other_copy = (table.present[victims] & ~HOT_BIT) != 0
-        self._copies.drop(hot, victims[has_other_copy | table.is_missing[victims]])
-        self._offload(victims[~(has_other_copy | table.is_missing[victims])])
-        return allocator.num_free >= count
+            victims = self._choose(candidates, shortage)
+        self._offload(self._drop_redundant(victims))
+        return group.slots.num_free >= count
+
+    def _choose(self, pages: Int32Array, count: int) -> Int32Array:
+        return least_valuable(self._policy, self._table, pages, count)
+
+    def _drop_redundant(self, victims: Int32Array) -> Int32Array:
+        """Free the hot slots of victims that lose nothing by it; returns the others."""
+        table = self._table
+        is_redundant = (table.present[victims] & ~HOT_BIT) != 0
+        is_redundant |= table.is_missing[victims]
+        self._copies.drop(self._levels[HOT_LEVEL], victims[is_redundant])
+        rest: Int32Array = victims[~is_redundant]
+        return rest
+
+    def keep_free(self, fraction: float) -> None:
+        """Have that fraction of the hot slots free, as far as no page that a sequence holds is
+        lost for it.
+        """
+        for group in self._levels[HOT_LEVEL].groups:
+            shortage = int(fraction * group.slots.num_slots) - group.slots.num_free
+            if shortage > 0 and len(self._levels) > 1:
+                victims = self._choose(self.evictable(group), shortage)
+                self._send_down(self._drop_redundant(victims), Losable.NOTHING, Losable.DROPPABLE)
 
     def _offload(self, pages: Int32Array) -> None:
         """Move hot pages, least valuable first, to the nearest level with room; what fits nowhere
@@ -114,18 +131,17 @@ class Escalation:
         while held.size and self._num_writes_in_flight:
             if time.monotonic() > deadline_s:
                 return  # they stay hot, and whoever wants their room comes back
-            self._copies.counters.totals["room_waits"] += 1
+            self._copies.events.totals["room_waits"] += 1
             self._drain()
             held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.HELD)
         droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
         lost = np.concatenate([droppable, held])
-        self._copies.drop(self._levels[HOT_LEVEL], lost)
-        self._copies.lose(lost, NO_ROOM)
+        self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
 
     @property
     def _num_writes_in_flight(self) -> int:
-        return 0 if self._disk_moves is None else self._disk_moves.num_writes_in_flight
+        return 0 if self._disk_moves is None else self._disk_moves.writes.num_in_flight
 
     def _send_down(self, pages: Int32Array, losable: Losable, on_coldest: Losable) -> Int32Array:
         """Try the cold levels in order; ``losable`` is what each may drop, ``on_coldest`` what the
@@ -136,17 +152,17 @@ class Escalation:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
             rest, pages = [pages[is_taken]], pages[~is_taken]
-            for group, members in split_by(self._copies.pool_groups(level, pages), pages):
+            for group, members in level.split(table.life_cycle[pages], pages):
                 may_lose = on_coldest if level is self._levels[-1] else losable
-                rest.append(self._send_to_group(level, PoolGroupIndex(group), members, may_lose))
+                rest.append(self._send_to_group(level, group, members, may_lose))
             pages = np.concatenate(rest)
         return pages
 
     def _send_to_group(
-        self, level: LevelPools, pool_group: PoolGroupIndex, pages: Int32Array, losable: Losable
+        self, level: LevelPools, group: PoolGroup, pages: Int32Array, losable: Losable
     ) -> Int32Array:
         """The most valuable pages get what room there is; returns the others."""
-        room = self.make_cold_room(level, pool_group, pages.size, losable)
+        room = self.make_cold_room(level, group, pages.size, losable, pages)
         first = pages.size - room
         self._send(level, pages[first:])
         return pages[:first]
@@ -175,20 +191,25 @@ class Escalation:
         assert disk_moves is not None
         deadline_s = time.monotonic() + _MAX_WAIT_S
         while True:
-            refused = disk_moves.write_staged(pages, level)
+            refused = disk_moves.writes.submit(pages, self._levels[HOT_LEVEL], level)
             # Before any wait: a write that fails then must find that the hot copy is gone.
             self._leave_hot(pages, refused)
             is_over = time.monotonic() > deadline_s
-            if is_over or not refused.size or not disk_moves.num_writes_in_flight:
+            if is_over or not refused.size or not disk_moves.writes.num_in_flight:
                 return refused
             pages = refused
-            self._copies.counters.totals["staging_waits"] += 1
+            self._copies.events.totals["staging_waits"] += 1
             self._drain()
 
     # ------------------------------------------------------------------ cold levels
 
     def make_cold_room(
-        self, level: LevelPools, pool_group: PoolGroupIndex, count: int, losable: Losable
+        self,
+        level: LevelPools,
+        group: PoolGroup,
+        count: int,
+        losable: Losable,
+        newcomers: Int32Array | None = None,
     ) -> int:
         """Have up to ``count`` free slots without waiting; returns how many of them there are.
 
@@ -197,11 +218,14 @@ class Escalation:
         and pages that suspended sequences hold; ``losable`` says whether the third and the last
         kind may go. A page dropped for good is the oldest on the coldest level; giving up a copy of
         one that is still in host memory instead would only have it written again.
+
+        ``newcomers``, least valuable first and all held or none, are the pages that want the room:
+        of them and those that could be dropped for them, the most valuable stay.
         """
-        table, allocator = self._table, level.allocators[pool_group]
-        shortage = count - allocator.num_free
+        table, slots = self._table, group.slots
+        shortage = count - slots.num_free
         if shortage > 0:
-            owners = allocator.page[allocator.owned()]
+            owners = level.owners(group)
             owners = owners[((table.busy[owners] | table.reserved[owners]) & level.bit) == 0]
             is_hot = (table.present[owners] & HOT_BIT) != 0
             shortage -= self._give_up(level, owners[is_hot], shortage)
@@ -214,74 +238,105 @@ class Escalation:
             last = owners[~is_clean & (table.busy[owners] == 0) & (table.reserved[owners] == 0)]
             is_held = table.num_refs[last] > 0
             if losable >= Losable.DROPPABLE:
-                shortage -= self._lose(level, last[~is_held], shortage)
+                shortage -= self._displace(level, last[~is_held], newcomers, shortage)
             shortage -= self._give_up(level, redundant, shortage)
             if losable >= Losable.HELD:
-                self._lose(level, last[is_held], shortage)
-        return min(count, allocator.num_free)
+                self._displace(level, last[is_held], newcomers, shortage)
+        return min(count, slots.num_free)
 
     def _give_up(self, level: LevelPools, pages: Int32Array, count: int) -> int:
-        victims = self._policy.choose(self._table, pages, count)
+        victims = self._choose(pages, count)
         self._copies.drop(level, victims)
         return int(victims.size)
 
-    def _lose(self, level: LevelPools, pages: Int32Array, count: int) -> int:
-        """Drop up to ``count`` of pages that are nowhere but on the level, for good."""
-        victims = self._policy.choose(self._table, pages, count)
-        self._copies.drop(level, victims)
-        self._copies.lose(victims, NO_ROOM)
+    def _displace(
+        self, level: LevelPools, residents: Int32Array, newcomers: Int32Array | None, count: int
+    ) -> int:
+        """Drop up to ``count`` of pages that are nowhere but on the level, for good: as many as
+        there are newcomers worth more.
+        """
+        table = self._table
+        victims = self._choose(residents, count)
+        if newcomers is not None and victims.size:
+            is_same_kind = (table.num_refs[newcomers[0]] > 0) == (table.num_refs[victims[0]] > 0)
+            if is_same_kind:
+                # The others among them have room already.
+                wanting = newcomers[:count]
+                victims = victims[: num_outranking(self._policy, table, wanting, victims)]
+        self._copies.drop_last(level, victims, NO_ROOM)
         return int(victims.size)
 
     # ------------------------------------------------------------------ the background spill
 
     def spill(self) -> None:
-        """Start writing the oldest pages of full cold levels in memory to the disk below them."""
+        """Start giving the oldest pages of full cold levels in memory a copy on the level below."""
         for level in self._levels[1:-1]:
-            disk = self._levels[level.level + 1]
-            if level.is_disk or not disk.is_disk:
-                continue
-            for group in range(len(level.allocators)):
-                self._spill_group(level, PoolGroupIndex(group), disk)
+            if not level.is_disk:
+                for group in level.groups:
+                    self._spill_group(level, group, self._levels[level.level + 1])
 
-    def _spill_group(self, level: LevelPools, pool_group: PoolGroupIndex, disk: LevelPools) -> None:
-        table, allocator, disk_moves = self._table, level.allocators[pool_group], self._disk_moves
-        assert disk_moves is not None
+    def _spill_group(self, level: LevelPools, group: PoolGroup, below: LevelPools) -> None:
+        table, slots = self._table, group.slots
+        in_flight = 0
+        if self._disk_moves is not None and below.is_disk:
+            in_flight = self._disk_moves.writes.num_pages_in_flight
         # Looking at every slot is worth it only when something has changed since the last look.
-        seen = (
-            allocator.num_changes,
-            sum(a.num_changes for a in disk.allocators),
-            disk_moves.num_written_pages_in_flight,
-        )
-        if self._spill_seen.get((level.level, pool_group)) == seen:
+        seen = (slots.num_changes, sum(g.slots.num_changes for g in below.groups), in_flight)
+        if self._spill_seen.get(group) == seen:
             return
-        self._spill_seen[level.level, pool_group] = seen
-        budget = _MAX_SPILL_PAGES - disk_moves.num_written_pages_in_flight
-        wanted = int(allocator.num_slots * _SPILL_CLEAN_FRACTION) + 1 - allocator.num_free
+        self._spill_seen[group] = seen
+        budget = _MAX_SPILL_PAGES - in_flight
+        wanted = int(slots.num_slots * _SPILL_CLEAN_FRACTION) + 1 - slots.num_free
         if wanted <= 0 or budget <= 0:
             return
-        owners = allocator.page[allocator.owned()]
+        owners = level.owners(group)
         owners = owners[(table.reserved[owners] & level.bit) == 0]
         on_other_levels = (table.present[owners] | table.reserved[owners]) & ~level.bit
         # Pages already free to give up, or on their way to be, count towards the goal.
         dirty = owners[(on_other_levels == 0) & (table.busy[owners] == 0)]
         wanted -= int(owners.size - dirty.size)
-        victims = self._policy.choose(table, dirty, min(wanted, budget))
-        for disk_group, members in split_by(self._copies.pool_groups(disk, victims), victims):
-            room = self._make_spill_room(disk, PoolGroupIndex(disk_group), members.size)
-            if room:
-                self._copies.allocate(disk, members[:room])
-                disk_moves.write_through(members[:room], level, disk)
+        self._send_below(level, self._choose(dirty, min(wanted, budget)), below)
 
-    def _make_spill_room(self, disk: LevelPools, pool_group: PoolGroupIndex, count: int) -> int:
-        """As ``make_cold_room``, but only at the cost of pages that nobody holds: taking another
-        page's copy would have that one spilled again, for ever.
+    def send_least_below(
+        self, level: LevelPools, group: PoolGroup, count: int, below: LevelPools
+    ) -> None:
+        """As the spill, the ``count`` least valuable pages that have no other copy."""
+        table, owners = self._table, level.owners(group)
+        in_motion = table.busy[owners] | table.reserved[owners]
+        dirty = owners[(table.present[owners] == level.bit) & (in_motion == 0)]
+        self._send_below(level, self._choose(dirty, count), below)
+
+    def _send_below(self, level: LevelPools, pages: Int32Array, below: LevelPools) -> None:
+        """Start giving pages of a cold level in memory a copy on the level below it, as far as
+        there is room at the cost of pages that nobody holds.
         """
-        table, allocator = self._table, disk.allocators[pool_group]
-        shortage = count - allocator.num_free
-        if shortage > 0 and disk is self._levels[-1]:
-            owners = allocator.page[allocator.owned()]
+        for group, members in below.split(self._table.life_cycle[pages], pages):
+            some = members[: self._make_spill_room(below, group, members.size)]
+            self._copies.allocate(below, some)
+            if not below.is_disk:
+                self._moves.copy_cold(some, level, below)
+                continue
+            assert self._disk_moves is not None
+            refused = self._disk_moves.writes.submit(some, level, below)
+            self._copies.free_slots(below, refused)
+
+    def _make_spill_room(self, below: LevelPools, group: PoolGroup, count: int) -> int:
+        """As ``make_cold_room``, but at the cost only of copies that a still colder level has too,
+        or, on the coldest, of pages that nobody holds: taking another page's copy would have that
+        one spilled again, for ever.
+        """
+        table, slots = self._table, group.slots
+        shortage = count - slots.num_free
+        if shortage > 0:
+            owners = below.owners(group)
             in_motion = table.busy[owners] | table.reserved[owners]
-            is_only_here = table.present[owners] == disk.bit
-            is_free = (table.num_refs[owners] == 0) & (in_motion == 0)
-            self._lose(disk, owners[is_only_here & is_free], shortage)
-        return min(count, allocator.num_free)
+            if below is self._levels[-1]:
+                is_only_here = table.present[owners] == below.bit
+                is_free = (table.num_refs[owners] == 0) & (in_motion == 0)
+                self._displace(below, owners[is_only_here & is_free], None, shortage)
+            else:
+                colder = ~np.uint8(below.bit | (below.bit - 1))
+                is_clean = (table.present[owners] & colder) != 0
+                still = (in_motion & below.bit) == 0
+                self._give_up(below, owners[is_clean & still], shortage)
+        return min(count, slots.num_free)

@@ -11,14 +11,16 @@ import numpy.typing as npt
 
 from coldpage.device.base import Device, Stream
 from coldpage.errors import SubmissionError
-from coldpage.events import Counters
+from coldpage.events import StorageEvents
 from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
-from coldpage.pools import LevelPools, split_by
+from coldpage.pools import LevelPools
 from coldpage.storage.copies import BAD_DISK, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
-from coldpage.types import HOT_LEVEL, Int32Array, PoolGroupIndex, Priority
+from coldpage.storage.resizing import Resizing
+from coldpage.storage.usage import UsageSamples
+from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array, Int64Array, Priority
 
 __all__ = ["Storage"]
 
@@ -36,20 +38,25 @@ class Storage:
         table: PageTable,
         moves: CodecMoves,
         disk_moves: DiskMoves | None,
-        counters: Counters,
+        events: StorageEvents,
+        free_watermark: float = 0.0,
     ) -> None:
         self.table = table
         self.levels = levels
         self.moves = moves
-        self.counters = counters
+        self.events = events
         self.num_fills = 0  # calls of ``fill``
-        self.copies = PageCopies(levels, table, counters)
+        self.copies = PageCopies(levels, table, events)
+        self.usage = UsageSamples(levels)
         self._device = device
         self._disk_moves = disk_moves
+        self._free_watermark = free_watermark
         self._hot = levels[HOT_LEVEL]
         self._escalation = Escalation(self.copies, moves, disk_moves, PriorityLru(), self._drain)
-        num_groups = len(self._hot.allocators)
-        self._num_locked: npt.NDArray[np.int64] = np.zeros(num_groups, np.int64)
+        self._resizing = Resizing(
+            self.copies, moves, self._escalation, device.io, self.finish_transfers
+        )
+        self._num_locked: Int64Array = np.zeros(len(self._hot.groups), np.int64)
 
     # ------------------------------------------------------------------ locking
 
@@ -59,15 +66,19 @@ class Storage:
         """
         table = self.table
         counts = self._count_groups(pages[table.num_locks[pages] == 0])
-        for group, count in enumerate(counts.tolist()):
-            limit = self._hot.max_locked_slots(PoolGroupIndex(group), max_utilization)
-            if count and self._num_locked[group] + count > limit:
+        for group, locked, count in zip(
+            self._hot.groups, self._num_locked.tolist(), counts.tolist(), strict=True
+        ):
+            if count and locked + count > group.max_locked_slots(max_utilization):
                 return False
         table.num_locks[pages] += 1
         self._num_locked += counts
+        before = table.last_use[pages].copy()
         table.touch(pages)
         if not self._bring_hot(pages):
             self.unlock(pages, None)
+            # As if nobody had asked: they are evicted in the order they were.
+            table.last_use[pages] = before
             return False
         return True
 
@@ -83,9 +94,8 @@ class Storage:
         # A blank page waiting to be recomputed is not worth moving.
         self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
 
-    def _count_groups(self, pages: Int32Array) -> npt.NDArray[np.int64]:
-        groups = self.copies.pool_groups(self._hot, pages)
-        return np.bincount(groups, minlength=self._num_locked.size).astype(np.int64)
+    def _count_groups(self, pages: Int32Array) -> Int64Array:
+        return self._hot.count(self.table.life_cycle[pages])
 
     def _bring_hot(self, pages: Int32Array) -> bool:
         """Give every page a hot slot and start filling it; False when there is no room or a move is
@@ -95,8 +105,8 @@ class Storage:
         cold = pages[((table.present[pages] | table.reserved[pages]) & HOT_BIT) == 0]
         if not cold.size:
             return True
-        for group, count in enumerate(self._count_groups(cold).tolist()):
-            if not self._escalation.make_hot_room(PoolGroupIndex(group), count):
+        for group, count in zip(self._hot.groups, self._count_groups(cold).tolist(), strict=True):
+            if not self._escalation.make_hot_room(group, count):
                 return False
         self.copies.allocate(self._hot, cold)
         table.reserved[cold] |= HOT_BIT
@@ -119,7 +129,7 @@ class Storage:
                 continue
             if level.is_disk:
                 assert self._disk_moves is not None
-                self._disk_moves.read_staged(members, level)
+                self._disk_moves.reads.submit(members, level, self._hot)
                 continue
             table.reserved[members] &= ~HOT_BIT
             accepted &= self.moves.onboard(members, level).size == 0
@@ -146,15 +156,15 @@ class Storage:
         self, life_cycles: npt.NDArray[np.int16], ordinals: Int32Array, priority: Priority
     ) -> Int32Array | None:
         """New blank hot pages, locked once; None when the hot level has no room for all of them."""
-        counts = np.bincount(
-            self._hot.pool_group_of[life_cycles], minlength=self._num_locked.size
-        ).astype(np.int64)
-        for group, count in enumerate(counts.tolist()):
+        counts = self._hot.count(life_cycles)
+        for group, locked, count in zip(
+            self._hot.groups, self._num_locked.tolist(), counts.tolist(), strict=True
+        ):
             if not count:
                 continue
             # Locked pages whose onboarding was rejected have no slot now and will need one.
-            unlocked = self._hot.allocators[group].num_slots - int(self._num_locked[group])
-            if count > unlocked or not self._escalation.make_hot_room(PoolGroupIndex(group), count):
+            unlocked = group.slots.num_slots - locked
+            if count > unlocked or not self._escalation.make_hot_room(group, count):
                 return None
         pages = self.table.create(life_cycles, ordinals, priority)
         self.copies.allocate(self._hot, pages)
@@ -208,13 +218,15 @@ class Storage:
 
     # ------------------------------------------------------------------ holding
 
-    def hold(self, pages: Int32Array) -> None:
-        """One more sequence refers to the pages."""
-        self.table.num_refs[pages] += 1
+    def hold(self, pages: Int32Array, priority: Priority) -> None:
+        """One more sequence refers to the pages: they have the highest priority of any so far."""
+        table = self.table
+        table.num_refs[pages] += 1
+        table.priority[pages] = np.maximum(table.priority[pages], priority)
 
     def release(self, pages: Int32Array, stream: Stream | None, *, is_locked: bool) -> None:
         """One sequence less refers to the pages; what nobody refers to is freed, committed pages
-        stay droppable.
+        stay droppable unless their drop was planned.
         """
         if not pages.size:
             return
@@ -223,9 +235,22 @@ class Storage:
         table = self.table
         table.num_refs[pages] -= 1
         unheld = pages[table.num_refs[pages] == 0]
-        missing = unheld[table.is_missing[unheld]]
         self.copies.bury(unheld[table.node[unheld] == 0])
-        self.copies.forget(missing[table.node[missing] != 0])
+        committed = unheld[table.node[unheld] != 0]
+        is_planned = table.is_drop_planned[committed]
+        self.copies.forget(committed[table.is_missing[committed] & ~is_planned])
+        self._drop_planned(committed[is_planned])
+
+    def plan_drop(self, pages: Int32Array) -> None:
+        """Drop the committed pages as soon as no sequence holds them, instead of keeping them for
+        reuse.
+        """
+        self.table.is_drop_planned[pages[self.table.node[pages] != 0]] = True
+
+    def _drop_planned(self, pages: Int32Array) -> None:
+        if pages.size:
+            self.events.totals["planned_drops"] += int(pages.size)
+            self.copies.forget(pages)
 
     def prefetch(self, pages: Int32Array, level: LevelPools) -> None:
         """Start pulling pages up to the level, as far as there is room that costs nothing."""
@@ -239,42 +264,48 @@ class Storage:
         ]
         if level is self._hot:
             self._prefetch_hot(wanted)
-            return
-        for source in self.levels[level.level + 1 :]:
-            here = wanted[(table.present[wanted] & source.bit) != 0]
-            if source.is_disk and not level.is_disk and here.size:
-                self._prefetch_from_disk(here, source, level)
+        elif not level.is_disk:
+            for source in self.levels[level.level + 1 :]:
+                here = wanted[(table.present[wanted] & source.bit) != 0]
+                wanted = np.setdiff1d(wanted, here, assume_unique=True)
+                self._prefetch_from(here, source, level)
 
     def _prefetch_hot(self, pages: Int32Array) -> None:
-        for group, members in split_by(self.copies.pool_groups(self._hot, pages), pages):
-            some = members[: self._hot.allocators[group].num_free]
+        for group, members in self._hot.split(self.table.life_cycle[pages], pages):
+            some = members[: group.slots.num_free]
             self.table.touch(some)
             self.copies.allocate(self._hot, some)
             self.table.reserved[some] |= HOT_BIT
             self._start_onboarding(some)
 
-    def _prefetch_from_disk(self, pages: Int32Array, disk: LevelPools, level: LevelPools) -> None:
-        assert self._disk_moves is not None
+    def _prefetch_from(self, pages: Int32Array, source: LevelPools, level: LevelPools) -> None:
         table = self.table
         table.touch(pages)
-        for group, members in split_by(self.copies.pool_groups(level, pages), pages):
-            pool_group = PoolGroupIndex(group)
-            room = self._escalation.make_cold_room(level, pool_group, members.size, Losable.NOTHING)
+        for group, members in level.split(table.life_cycle[pages], pages):
+            room = self._escalation.make_cold_room(level, group, members.size, Losable.NOTHING)
             some = members[:room]
-            # Making room may have used a page's other copies; only what is still on that disk can
-            # be read.
-            some = some[(table.present[some] & disk.bit) != 0]
+            # Making room may have used a page's other copies; only what is still there can be
+            # moved.
+            some = some[(table.present[some] & source.bit) != 0]
             self.copies.allocate(level, some)
+            if not source.is_disk:
+                self.moves.copy_cold(some, source, level)
+                continue
+            assert self._disk_moves is not None
             table.reserved[some] |= level.bit
-            self._disk_moves.read_through(some, disk, level)
+            self._disk_moves.reads.submit(some, source, level)
 
     # ------------------------------------------------------------------ time passes
 
     def poll(self) -> None:
-        """Advance every transfer and start the background spill. Never blocks on I/O."""
+        """Advance every transfer, start the background spill and keep some hot slots free. Never
+        blocks on I/O.
+        """
         self.advance()
-        if self._disk_moves is not None:
-            self._escalation.spill()
+        self._escalation.spill()
+        if self._free_watermark:
+            self._escalation.keep_free(self._free_watermark)
+        self.usage.sample()
 
     def advance(self) -> None:
         """Advance every transfer in flight. Never blocks on I/O."""
@@ -314,6 +345,11 @@ class Storage:
             self._drain()
         self.moves.synchronize()
 
+    def resize_level(self, level: CacheLevel, num_slots: Sequence[int]) -> None:
+        """Give the level's pool groups that many slots; see ``Resizing``. Blocks."""
+        self._resizing.resize(self.levels[level], num_slots)
+        self.usage.forget(level)
+
     def close(self) -> None:
         """Block until no transfer is in flight and nobody's work on the pages is."""
         self.finish_transfers()
@@ -329,22 +365,7 @@ class Storage:
         locked = np.flatnonzero(table.num_locks).astype(np.int32)
         assert bool((self._count_groups(locked) == self._num_locked).all()), "lock counts are off"
         for level in self.levels:
-            owned = 0
-            for group, allocator in enumerate(level.allocators):
-                allocator.check_integrity()
-                slots = allocator.owned()
-                owners = allocator.page[slots]
-                owned += slots.size
-                assert bool((table.slot[level.level, owners] == slots).all()), (
-                    "slot and owner disagree"
-                )
-                assert bool((self.copies.pool_groups(level, owners) == group).all()), (
-                    "wrong pool group"
-                )
-                bits = table.present[owners] | table.reserved[owners] | table.busy[owners]
-                assert bool(((bits & level.bit) != 0).all()), f"a {level.name} slot leaked"
-            used = (table.present | table.reserved | table.busy) & level.bit
-            assert int(np.count_nonzero(used)) == owned, f"a page has no {level.name} slot"
+            self._check_level(level)
         both = table.present & table.reserved
         assert not both.any(), "a copy is both valid and being written"
         live = np.flatnonzero((table.num_refs > 0) | (table.node != 0))
@@ -353,3 +374,18 @@ class Storage:
             "a page has vanished unnoticed"
         )
         assert not (table.num_locks > table.num_refs).any(), "more locks than references"
+
+    def _check_level(self, level: LevelPools) -> None:
+        table, num_owned = self.table, 0
+        for group in level.groups:
+            group.slots.check_integrity()
+            slots = group.slots.owned()
+            owners = group.slots.page[slots]
+            num_owned += slots.size
+            assert bool((table.slot[level.level, owners] == slots).all()), "slot and owner disagree"
+            for own, _ in level.split(table.life_cycle[owners], owners):
+                assert own is group, "a page in the wrong pool group"
+            bits = table.present[owners] | table.reserved[owners] | table.busy[owners]
+            assert bool(((bits & level.bit) != 0).all()), f"a {level.name} slot leaked"
+        used = (table.present | table.reserved | table.busy) & level.bit
+        assert int(np.count_nonzero(used)) == num_owned, f"a page has no {level.name} slot"

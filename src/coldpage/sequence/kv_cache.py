@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.block_table import BlockTable
 from coldpage.device.base import Stream
 from coldpage.errors import ClosedError, OutOfPagesError, UsageError
-from coldpage.layout import LayerGroup
 from coldpage.page import HOT_BIT
-from coldpage.prefix import PrefixTree, block_key
-from coldpage.storage import Storage
+from coldpage.prefix import block_key
+from coldpage.sequence.context import (
+    DiskBlob,
+    DroppedBlocks,
+    KVCacheStatus,
+    OnMissing,
+    ReusedPrefix,
+    SequenceContext,
+)
+from coldpage.sequence.coverage import Coverage
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
@@ -24,58 +27,14 @@ from coldpage.types import (
     BlockKey,
     BlockOrdinal,
     CacheLevel,
+    HalfOpenRange,
     Int32Array,
     LayerGroupId,
+    LifeCycleId,
     Priority,
 )
 
-__all__ = ["DiskBlob", "KVCache", "KVCacheStatus", "ReusedPrefix", "SequenceContext"]
-
-
-class KVCacheStatus(enum.Enum):
-    """Where a sequence's cache is in its life."""
-
-    SUSPENDED = "suspended"  # its pages may migrate
-    ACTIVE = "active"  # its pages are locked hot
-    CLOSED = "closed"  # it holds nothing
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceContext:
-    """What every sequence of one manager shares. ``check_thread`` raises for any thread but the
-    owner.
-    """
-
-    storage: Storage
-    tree: PrefixTree
-    layer_groups: tuple[LayerGroup, ...]  # by life cycle
-    tokens_per_block: int
-    max_util_for_resume: float
-    check_thread: Callable[[], None]
-    is_open: Callable[[], bool]
-    max_capacity_tokens: int  # of a sequence that has the whole hot level
-    wait_for_progress: Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class DiskBlob:
-    """One cold blob on disk: its payload starts at ``offset_bytes`` of the file ``path``."""
-
-    ordinal: BlockOrdinal
-    path: Path
-    offset_bytes: int
-    is_only_copy: bool  # no other level has the page
-
-
-@dataclass(frozen=True, slots=True)
-class ReusedPrefix:
-    """The longest reusable prefix found for a new sequence."""
-
-    root: BlockKey
-    keys: list[BlockKey]
-    pages: Int32Array  # [num_life_cycles, num_blocks]
-    tokens: Int32Array
-    tokens_by_level: tuple[int, ...]
+__all__ = ["KVCache"]
 
 
 class KVCache:
@@ -87,17 +46,24 @@ class KVCache:
     ``resume``, ``fork`` or ``truncate``.
     """
 
-    def __init__(self, context: SequenceContext, prefix: ReusedPrefix, priority: Priority) -> None:
+    def __init__(
+        self,
+        context: SequenceContext,
+        prefix: ReusedPrefix,
+        priority: Priority,
+        on_missing: OnMissing,
+    ) -> None:
         self._context = context
         self._storage = context.storage
         self._priority = priority
+        self._on_missing = on_missing
         self._root = prefix.root
         self._keys = list(prefix.keys)
         self._tokens = prefix.tokens.copy()
         self._num_committed = int(prefix.tokens.size)
-        self._table = BlockTable(len(context.layer_groups))
-        self._table.append(prefix.pages)
-        self._storage.hold(self._table.live_pages())
+        self._table = prefix.table
+        self._coverage = Coverage(context, self._table)
+        self._storage.hold(self._table.live_pages(), priority)
         self._history_length = self._num_committed
         self._capacity = self._num_committed
         self._status = KVCacheStatus.SUSPENDED
@@ -143,6 +109,13 @@ class KVCache:
         view.flags.writeable = False
         return view
 
+    @property
+    def block_keys(self) -> tuple[BlockKey, ...]:
+        """The content address of each full committed block, in order, up to the first that can not
+        be shared because blocks before it are holes.
+        """
+        return tuple(self._keys)
+
     def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
         """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no
         hot page.
@@ -162,39 +135,41 @@ class KVCache:
             if not level.is_disk:
                 continue
             is_here = (table.present[self._table.pages] & level.bit) != 0
-            for life_cycle, block in np.argwhere(is_here).tolist():
-                page = self._table.pages[life_cycle, block]
-                pool = level.disk[level.pool_group_of[life_cycle]]
+            for layer_group, block in np.argwhere(is_here).tolist():
+                page = self._table.pages[layer_group, block]
+                life_cycle = LifeCycleId(int(table.life_cycle[page]))
+                pool = level.group_of(life_cycle).disk
                 path, offset = pool.payload_location(int(table.slot[level.level, page]))
-                is_only_copy = int(table.present[page]) == int(level.bit)
-                found.append(DiskBlob(BlockOrdinal(block), path, offset, is_only_copy))
+                is_only = int(table.present[page]) == int(level.bit)
+                found.append(DiskBlob(life_cycle, BlockOrdinal(block), path, offset, is_only))
         return found
 
     def missing_blocks(self, layer_group_id: LayerGroupId | None = None) -> list[BlockOrdinal]:
         """Blocks of the history whose contents were lost, in any or in that layer group, ascending:
         recompute their positions in this order, then call ``fill_missing``. While active each has
         blank hot pages to write to.
+
+        With ``OnMissing.HOLE`` only the last block can be one of them, while it is not full.
         """
         self._check_open()
-        is_missing = self._storage.table.is_missing[self._table.pages]
-        is_missing = is_missing | self._holes(self._history_length)
-        if layer_group_id is not None:
-            is_missing = is_missing[[layer_group_id]]
-        blocks = np.flatnonzero(is_missing[:, : self._num_written_blocks()].any(axis=0))
-        return [BlockOrdinal(i) for i in blocks.tolist()]
+        self._leave_holes()
+        is_missing = self._coverage.missing(self._history_length)
+        return self._blocks_of(is_missing, layer_group_id)
 
-    def _num_written_blocks(self) -> int:
-        return -(-self._history_length // self._context.tokens_per_block)
-
-    def _holes(self, history_length: int) -> npt.NDArray[np.bool_]:
-        """Entries that should have a page at that history and have none, [num_life_cycles,
-        num_blocks].
+    def holes(self, layer_group_id: LayerGroupId | None = None) -> list[BlockOrdinal]:
+        """Blocks that attention must skip, in any or in that layer group, ascending. What was
+        computed with holes before it is never shared with other sequences.
         """
-        holes: npt.NDArray[np.bool_] = self._table.pages == NO_PAGE
-        for life_cycle, group in enumerate(self._context.layer_groups):
-            stale = group.stale_blocks(history_length, self._context.tokens_per_block)
-            holes[life_cycle, stale.start : stale.stop] = False
-        return holes
+        self._check_open()
+        self._leave_holes()
+        return self._blocks_of(self._table.is_hole, layer_group_id)
+
+    @staticmethod
+    def _blocks_of(
+        entries: npt.NDArray[np.bool_], layer_group_id: LayerGroupId | None
+    ) -> list[BlockOrdinal]:
+        rows = entries if layer_group_id is None else entries[[layer_group_id]]
+        return [BlockOrdinal(i) for i in np.flatnonzero(rows.any(axis=0)).tolist()]
 
     # ------------------------------------------------------------------ activity
 
@@ -206,6 +181,7 @@ class KVCache:
         level now.
         """
         self._check_status(KVCacheStatus.SUSPENDED, "resume")
+        self._leave_holes()
         pages = self._table.live_pages()
         if not self._storage.lock(pages, self._context.max_util_for_resume):
             return False
@@ -213,27 +189,41 @@ class KVCache:
         self._stream = stream
         self._is_ready = False
         self._writable_from = self._table.num_blocks
-        if not self._fill_holes(self._history_length):
+        if not self._fill_lacking(self._history_length):
             self.suspend()
             return False
         return True
 
-    def _fill_holes(self, history_length: int) -> bool:
+    def _fill_lacking(self, history_length: int) -> bool:
         """Give blank pages, marked missing, to blocks that should have one and have none."""
         self._leave_missing_tail(history_length)
-        holes = self._holes(history_length)
-        if not holes.any():
+        lacking = self._coverage.lacking(history_length)
+        if not lacking.any():
             return True
-        life_cycles, ordinals = np.nonzero(holes)
-        pages = self._storage.create(
-            life_cycles.astype(np.int16), ordinals.astype(np.int32), self._priority
-        )
+        layer_groups, blocks = np.nonzero(lacking)
+        pages = self._create_pages(layer_groups, blocks.astype(np.int32))
         if pages is None:
             return False
         self._storage.table.is_missing[pages] = True
-        self._table.pages[holes] = pages
+        self._table.pages[lacking] = pages
         self._is_ready = False
         return True
+
+    def _create_pages(
+        self, layer_groups: npt.NDArray[np.integer], blocks: Int32Array
+    ) -> Int32Array | None:
+        life_cycles = self._context.life_cycles(layer_groups, blocks)
+        return self._storage.create(life_cycles, blocks, self._priority)
+
+    def _leave_holes(self) -> None:
+        """Where losses become holes, let go of full blocks that were lost."""
+        if self._on_missing is OnMissing.RECOMPUTE:
+            return
+        full_blocks = self._history_length // self._context.tokens_per_block
+        lost = self._coverage.missing(self._history_length)[:, :full_blocks]
+        if lost.any():
+            self._storage.events.totals["masked_pages"] += int(np.count_nonzero(lost))
+            self._release(self._coverage.make_holes(lost))
 
     def _leave_missing_tail(self, history_length: int) -> None:
         """Let go of a lost last page that others share and of which this sequence can recompute
@@ -259,9 +249,10 @@ class KVCache:
         if self._is_ready and self._num_fills_seen == num_fills:
             return True
         self._storage.advance()
+        self._leave_holes()
         # Pages may have been lost since the resume, on their way up.
         is_hot = self._storage.are_hot(self._table.live_pages())
-        if not is_hot or not self._fill_holes(self._history_length):
+        if not is_hot or not self._fill_lacking(self._history_length):
             return False
         events = self._storage.moves.outstanding(self._table.live_pages())
         if self._stream is not None:
@@ -318,21 +309,26 @@ class KVCache:
                 f"resize to capacity {capacity} and history {history} breaks "
                 f"committed {self._num_committed} <= history <= capacity"
             )
-        if capacity > self._context.max_capacity_tokens:
+        max_capacity = self._context.max_capacity_tokens()
+        if capacity > max_capacity:
             raise OutOfPagesError(
                 f"a sequence of {capacity:,} tokens can never fit the hot level, which holds "
-                f"{self._context.max_capacity_tokens:,}: give it more room"
+                f"{max_capacity:,}: give it more room"
             )
         old_capacity = self._capacity
+        was_hole = self._table.is_hole.copy()
+        self._coverage.fill_from(history)
         if not (
-            self._grant_writing(history) and self._grow(capacity) and self._fill_holes(history)
+            self._grant_writing(history) and self._grow(capacity) and self._fill_lacking(history)
         ):
             self._cut_capacity(old_capacity)
+            self._table.is_hole[:] = was_hole
             return False
         self._history_length = history
         self._cut_capacity(capacity)
         # Blocks that will be written from their start have nothing to be recomputed.
-        self._storage.table.is_missing[self._table.pages[:, self._num_written_blocks() :]] = False
+        unwritten = self._table.pages[:, self._coverage.num_blocks(self._history_length) :]
+        self._storage.table.is_missing[unwritten] = False
         self._release_stale()
         return True
 
@@ -355,11 +351,9 @@ class KVCache:
         old = self._table.num_blocks
         num_new = -(-capacity // self._context.tokens_per_block) - old
         if num_new > 0:
-            life_cycles = self._table.life_cycles(num_new)
-            ordinals = np.tile(
-                np.arange(old, old + num_new, dtype=np.int32), len(self._context.layer_groups)
-            )
-            pages = self._storage.create(life_cycles, ordinals, self._priority)
+            num_groups = len(self._context.layer_groups)
+            blocks = np.tile(np.arange(old, old + num_new, dtype=np.int32), num_groups)
+            pages = self._create_pages(np.repeat(np.arange(num_groups), num_new), blocks)
             if pages is None:
                 return False
             self._table.append(pages.reshape(-1, num_new))
@@ -380,10 +374,10 @@ class KVCache:
         self._storage.release(pages, self._stream, is_locked=is_active)
 
     def _release_stale(self) -> None:
-        for life_cycle, group in enumerate(self._context.layer_groups):
+        for layer_group, group in enumerate(self._context.layer_groups):
             stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
             if len(stale):
-                self._release(self._table.take(life_cycle, stale.start, stale.stop))
+                self._release(self._table.take(layer_group, stale.start, stale.stop))
 
     def truncate(self, num_tokens: int) -> None:
         """Forget every position from ``num_tokens`` on; ``capacity`` and ``history_length`` become
@@ -400,11 +394,31 @@ class KVCache:
         self._history_length = num_tokens
         del self._keys[self._num_committed // self._context.tokens_per_block :]
         self._cut_capacity(num_tokens)
+        self._coverage.fill_from(num_tokens)
         self._leave_missing_tail(num_tokens)
         # The last block may be cut inside a page that others share or that is committed.
         self._writable_from = self._table.num_blocks
         # A window may need blocks again that have no pages.
         self._is_ready = False
+
+    def drop_blocks(self, positions: HalfOpenRange) -> DroppedBlocks:
+        """Make holes of the blocks that lie wholly in ``positions``: they lose their pages, and
+        attention skips them. Returns which those are, and which blocks were kept because the range
+        covers only a part of them, or because they are not full yet.
+
+        Other sequences and the prefix tree keep what they share. Counts and lengths stay as they
+        are; this sequence's later blocks are no longer shared.
+        """
+        self._check_open()
+        outcome = self._coverage.whole_and_cut(positions, self._history_length)
+        if outcome.dropped:
+            entries = np.zeros(self._table.pages.shape, np.bool_)
+            entries[:, list(outcome.dropped)] = True
+            self._release(self._table.make_holes(entries))
+            self._storage.events.totals["masked_pages"] += int(entries.sum())
+            # Writing was granted for blocks with pages only.
+            self._writable_from = min(self._writable_from, self._table.num_blocks)
+        return outcome
 
     # ------------------------------------------------------------------ content
 
@@ -438,16 +452,29 @@ class KVCache:
         is_missing = self._storage.table.is_missing
         taken: list[Int32Array] = []
         for block in range(start, stop):
+            # Computed with holes before it, a block is not what its tokens say.
+            if len(self._keys) != block or self._table.is_hole[:, :block].any():
+                break
             parent = self._keys[-1] if self._keys else self._root
-            key = block_key(parent, self._tokens[block * per_block : (block + 1) * per_block])
+            tokens = self._tokens[block * per_block : (block + 1) * per_block]
+            key = block_key(parent, tokens)
             self._keys.append(key)
             pages = self._table.pages[:, block]
             pages = np.where(is_missing[pages], NO_PAGE, pages)
             taken.append(self._context.tree.insert(parent, key, pages))
-        if self._stream is not None:
+            self._context.on_stored(parent, key, tokens, taken[-1])
+        if self._stream is not None and taken:
             # Another sequence may read them from now on, and must come after what this stream
             # wrote.
             self._storage.moves.order_after(np.concatenate(taken), self._stream)
+
+    def plan_drop(self, first_block: int = 0) -> None:
+        """Drop the committed blocks from ``first_block`` on as soon as no sequence holds them,
+        instead of keeping them for reuse: they are known to be of no use to others.
+        """
+        self._check_open()
+        pages = self._table.pages[:, first_block:].ravel()
+        self._storage.plan_drop(pages[pages != NO_PAGE])
 
     def fill_missing(self, ordinals: Sequence[BlockOrdinal]) -> None:
         """The pages of these blocks have been recomputed and are good again."""
@@ -462,14 +489,12 @@ class KVCache:
         again.
         """
         self._check_open()
-        prefix = ReusedPrefix(
-            self._root,
-            self._keys,
-            self._table.pages[:, : self._num_written_blocks()],
-            self._tokens[: self._num_committed],
-            (0,) * len(self._storage.levels),
-        )
-        other = KVCache(self._context, prefix, self._priority)
+        table = self._table.copy()
+        table.cut(self._coverage.num_blocks(self._history_length))
+        tokens = self._tokens[: self._num_committed]
+        by_level = (0,) * len(self._storage.levels)
+        prefix = ReusedPrefix(self._root, self._keys, table, tokens, by_level)
+        other = KVCache(self._context, prefix, self._priority, self._on_missing)
         other._history_length = other._capacity = self._history_length
         if self._stream is not None:
             pages = self._table.live_pages()

@@ -1,0 +1,67 @@
+"""Which blocks of a sequence have their pages, which lack them, and which are holes on purpose."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.block_table import BlockTable
+from coldpage.sequence.context import DroppedBlocks, SequenceContext
+from coldpage.types import NO_PAGE, BlockOrdinal, HalfOpenRange, Int32Array
+
+__all__ = ["Coverage"]
+
+_Entries = npt.NDArray[np.bool_]  # [num_layer_groups, num_blocks]
+
+
+class Coverage:
+    """Questions about one block table. Pure, but for ``make_holes`` and ``fill_from``."""
+
+    def __init__(self, context: SequenceContext, table: BlockTable) -> None:
+        self._context = context
+        self._table = table
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """How many blocks that many positions touch."""
+        return -(-num_tokens // self._context.tokens_per_block)
+
+    def lacking(self, history_length: int) -> _Entries:
+        """Entries that should have a page at that history and have none."""
+        lacking: _Entries = (self._table.pages == NO_PAGE) & ~self._table.is_hole
+        for layer_group, group in enumerate(self._context.layer_groups):
+            stale = group.stale_blocks(history_length, self._context.tokens_per_block)
+            lacking[layer_group, stale.start : stale.stop] = False
+        return lacking
+
+    def missing(self, history_length: int) -> _Entries:
+        """Entries of the history whose contents are lost, as far as blocks are written."""
+        is_missing = self._context.storage.table.is_missing[self._table.pages]
+        return (is_missing | self.lacking(history_length))[:, : self.num_blocks(history_length)]
+
+    def whole_and_cut(self, positions: HalfOpenRange, history_length: int) -> DroppedBlocks:
+        """The blocks that lie wholly in a range of written positions, and those cut in part. The
+        last block is whole only when it is full: it would still be written to.
+        """
+        per_block = self._context.tokens_per_block
+        start, stop = max(0, positions.start), min(positions.stop, history_length)
+        if start >= stop:
+            return DroppedBlocks((), ())
+        first, last = -(-start // per_block), stop // per_block
+        touched = range(start // per_block, self.num_blocks(stop))
+        return DroppedBlocks(
+            tuple(BlockOrdinal(b) for b in touched if first <= b < last),
+            tuple(BlockOrdinal(b) for b in touched if not first <= b < last),
+        )
+
+    def make_holes(self, entries: _Entries) -> Int32Array:
+        """Turn entries of the first blocks into holes; returns the pages they had."""
+        padded = np.zeros(self._table.pages.shape, np.bool_)
+        padded[:, : entries.shape[1]] = entries
+        return self._table.make_holes(padded)
+
+    def fill_from(self, history_length: int) -> None:
+        """The block that position ``history_length`` falls into, and all after it, will be written:
+        they can be no holes.
+        """
+        first = history_length // self._context.tokens_per_block
+        self._table.is_hole[:, first:] = False
