@@ -1,0 +1,89 @@
+"""The codecs of one manager: one for all cold tiers, or one for some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
+from coldpage.config import CacheTierConfig, DeviceTierConfig
+from coldpage.errors import CodecError
+
+__all__ = ["TierCodecs"]
+
+
+def _own_codec(tier: CacheTierConfig) -> object | None:
+    return None if isinstance(tier, DeviceTierConfig) else tier.codec
+
+
+class TierCodecs:
+    """Consumed when this is made, whatever comes of it, and closed with it."""
+
+    def __init__(self, tiers: Sequence[CacheTierConfig], codec: ColdPageCodec | None) -> None:
+        """``codec`` is for the cold tiers that name none; None is the default codec, where one is
+        needed. A manager without cold tiers has one too, so that a broken one shows.
+
+        Raises CodecConsumedError or ConfigurationError.
+        """
+        self._own = [_own_codec(tier) for tier in tiers]
+        self._taken: list[ColdPageCodec] = []
+        self._configured: dict[int, ConfiguredCodec] = {}  # by the id of the codec
+        self._shared: ColdPageCodec | None = None
+        error: BaseException | None = None
+        if codec is not None or any(own is None for own in self._own[1:]) or len(tiers) == 1:
+            error = self._take(codec)
+            self._shared = self._taken[0] if self._taken else None
+        for own in self._own:
+            if own is not None and not any(own is taken for taken in self._taken):
+                error = self._take(own) or error
+        if error is not None:
+            self.close()
+            raise error
+
+    def _take(self, codec: object | None) -> Exception | None:
+        """Also after an error the others are consumed: what was given is given."""
+        try:
+            self._taken.append(take_codec(codec))  # type: ignore[arg-type]
+        except Exception as error:
+            return error
+        return None
+
+    @property
+    def num_formats(self) -> int:
+        """How many cold formats there are between them."""
+        return len({(c.codec_id, c.version, c.parameters) for c in self._taken})
+
+    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
+        """Configure each and check its answers. Raises CodecError."""
+        by_format: dict[str, ConfiguredCodec] = {}
+        for codec in self._taken:
+            configured = ConfiguredCodec(codec, pool_groups)
+            # One format is one codec, however many objects make it: its pages are copied raw.
+            first = by_format.setdefault(configured.identity, configured)
+            if first.cold_page_bytes != configured.cold_page_bytes:
+                raise CodecError(
+                    f"two codecs are both called {configured.name} and differ in the size of their "
+                    "cold pages: say in `parameters` what sets them apart"
+                )
+            self._configured[id(codec)] = first
+
+    @property
+    def all(self) -> tuple[ConfiguredCodec, ...]:
+        """One for each format."""
+        return tuple({id(c): c for c in self._configured.values()}.values())
+
+    def of_tier(self, index: int) -> ConfiguredCodec:
+        """The codec of a cold tier."""
+        own = self._own[index]
+        codec = self._shared if own is None else own
+        return self._configured[id(codec)]
+
+    @property
+    def provenance(self) -> bytes:
+        """What a block may have been through: ``exact``, or the formats that lose something."""
+        lossy = sorted(c.identity for c in self.all if not c.codec.is_lossless)
+        return "\0".join(lossy).encode("utf-8", "surrogatepass") if lossy else b"exact"
+
+    def close(self) -> None:
+        """Close each codec, in reverse order."""
+        for codec in reversed(self._taken):
+            codec.close()

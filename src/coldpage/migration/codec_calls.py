@@ -1,0 +1,137 @@
+"""Calls of codecs: index pairs built, brought to where the codec wants them, and cut into chunks.
+
+The ring for indices in device memory exists only where some life cycle asks for it. A chunk's lease
+ends with the call; the event it leaves on the ring protects it until the codec's work is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+
+from coldpage.codecs import ConfiguredCodec
+from coldpage.codecs.base import BlockOrdinals, PageIndexPairs, PageIndices
+from coldpage.device.base import Device, MemoryKind, Stream
+from coldpage.staging import StagingRing
+from coldpage.types import (
+    PAGE_INDEX_PAIR,
+    DeviceArray,
+    Int32Array,
+    LifeCycleId,
+    MemAddress,
+    PageIndexLocation,
+)
+
+__all__ = ["INDEX_RING_BYTES", "MAX_INDEX_BATCH_BYTES", "CodecCalls"]
+
+# A larger batch of device indices is cut into codec calls of this size.
+MAX_INDEX_BATCH_BYTES: Final = 64 * 1024
+# Room for uploads of the next chunks while the codec works on the first.
+INDEX_RING_BYTES: Final = 4 * MAX_INDEX_BATCH_BYTES
+_PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
+_ORDINAL_BYTES: Final = 4
+
+_Transform = Callable[[LifeCycleId, MemAddress, PageIndices, Stream, BlockOrdinals | None], None]
+
+
+def _pairs(dst: Int32Array, src: Int32Array) -> PageIndexPairs:
+    pairs = np.empty(dst.size, PAGE_INDEX_PAIR)
+    pairs["dst"] = dst
+    pairs["src"] = src
+    return pairs
+
+
+class CodecCalls:
+    """Encodes and decodes for one manager. Owned by its thread."""
+
+    def __init__(self, device: Device, codecs: Iterable[ConfiguredCodec]) -> None:
+        self.index_ring: StagingRing | None = None
+        if any(codec.any_device_indices for codec in codecs):
+            self.index_ring = StagingRing(device, INDEX_RING_BYTES, MemoryKind.DEVICE)
+
+    def encode(
+        self,
+        codec: ConfiguredCodec,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        dst: Int32Array,
+        src: Int32Array,
+        ordinals: Int32Array,
+        stream: Stream,
+    ) -> None:
+        """Enqueue hot slots ``src`` -> cold pages ``dst`` at ``base``. Waits for no event itself.
+
+        ``life_cycle_id`` stands for its batching class; ``ordinals`` are the pages' blocks. All
+        [num_pages]. Raises SubmissionError; then a part may have been enqueued.
+        """
+        self._call(
+            codec, codec.codec.encode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
+        )
+
+    def decode(
+        self,
+        codec: ConfiguredCodec,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        dst: Int32Array,
+        src: Int32Array,
+        ordinals: Int32Array,
+        stream: Stream,
+    ) -> None:
+        """Enqueue cold pages ``src`` at ``base`` -> hot slots ``dst``. As ``encode``."""
+        self._call(
+            codec, codec.codec.decode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
+        )
+
+    def _call(
+        self,
+        codec: ConfiguredCodec,
+        transform: _Transform,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        pairs: PageIndexPairs,
+        ordinals: Int32Array,
+        stream: Stream,
+    ) -> None:
+        wanted = ordinals if codec.codec.needs_positions else None
+        if codec.locations[life_cycle_id] is PageIndexLocation.HOST:
+            transform(life_cycle_id, base, pairs, stream, wanted)
+            return
+        page_bytes = _PAIR_BYTES + (0 if wanted is None else _ORDINAL_BYTES)
+        num_pages = MAX_INDEX_BATCH_BYTES // page_bytes
+        for start in range(0, pairs.size, num_pages):
+            chunk = slice(start, start + num_pages)
+            some = None if wanted is None else wanted[chunk]
+            self._call_on_device(transform, life_cycle_id, base, pairs[chunk], some, stream)
+
+    def _call_on_device(
+        self,
+        transform: _Transform,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        pairs: PageIndexPairs,
+        ordinals: Int32Array | None,
+        stream: Stream,
+    ) -> None:
+        data = pairs.view(np.uint8)
+        if ordinals is not None:
+            data = np.concatenate([data, ordinals.view(np.uint8)])
+        num_bytes = -(-data.size // _PAIR_BYTES) * _PAIR_BYTES
+        assert self.index_ring is not None, "a codec has changed its mind about its indices"
+        lease = self.index_ring.acquire(num_bytes, num_bytes, _PAIR_BYTES, _PAIR_BYTES, stream)
+        assert lease is not None, "leases of the index ring end before the next begins"
+        with lease:
+            stream.upload(lease.address, data)
+            indices = DeviceArray(lease.address, pairs.size)
+            beside: BlockOrdinals | None = None
+            if ordinals is not None:
+                after = MemAddress(lease.address + pairs.size * _PAIR_BYTES)
+                beside = DeviceArray(after, ordinals.size)
+            transform(life_cycle_id, base, indices, stream, beside)
+
+    def close(self) -> None:
+        """Wait for the last uses of the index ring and free it."""
+        if self.index_ring is not None:
+            self.index_ring.close()

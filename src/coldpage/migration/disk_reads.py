@@ -1,0 +1,153 @@
+"""Reads from disk levels: to the hot level through the staging ring, or to a cold level in memory,
+straight where both have the same codec. A blob is decoded only after its checksum was verified.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.migration.disk_transfers import MAX_STAGED_PAGES, DiskEnd, Settlement, Transfer
+from coldpage.pools import LevelPools
+from coldpage.staging import StagingBuffer
+from coldpage.types import HOT_LEVEL, Int32Array
+
+__all__ = ["DiskReads"]
+
+# A decode that the codec rejects is tried again this often.
+_MAX_ATTEMPTS: Final = 3
+
+
+class DiskReads:
+    """All reads in flight, and those that wait for staging."""
+
+    def __init__(self, end: DiskEnd) -> None:
+        self._end = end
+        self._table = end.table
+        self._in_flight: list[Transfer] = []
+        # Pages of one batch each, with both ends.
+        self._queued: deque[tuple[Int32Array, LevelPools, LevelPools]] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers not yet settled, queued ones included."""
+        return len(self._in_flight) + len(self._queued)
+
+    def submit(self, pages: Int32Array, disk: LevelPools, memory: LevelPools) -> None:
+        """Start reading the pages into slots that they have reserved on ``memory``. What needs
+        staging is queued until there is some.
+        """
+        self._table.busy[pages] |= disk.bit
+        if memory.level != HOT_LEVEL and memory.codec is disk.codec:
+            for batch in self._end.moves.batches(pages, disk.codec):
+                self._start(self._end.direct(batch, disk, memory))
+            return
+        codecs = (disk.codec,) if memory.level == HOT_LEVEL else (disk.codec, memory.codec)
+        for batch in self._end.moves.batches(pages, *codecs):
+            for start in range(0, batch.size, MAX_STAGED_PAGES):
+                self._queued.append((batch[start : start + MAX_STAGED_PAGES], disk, memory))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Start queued reads, first come first served, while staging lasts."""
+        while self._queued:
+            pages, disk, memory = self._queued[0]
+            stride = self._end.moves.cold_page_bytes(disk.codec, pages)
+            # Reads leave half of the ring to evictions, which must never wait for a slow read.
+            leased = sum(t.lease.num_bytes for t in self._in_flight if t.lease is not None)
+            num_allowed = (self._end.ring.num_bytes // 2 - leased) // stride
+            if leased and num_allowed <= 0:
+                return
+            num_wanted = min(pages.size, max(num_allowed, 1))
+            lease = self._end.lease(pages, disk, num_wanted, for_stream=False)
+            if lease is None:
+                return
+            self._queued.popleft()
+            num_taken = lease.num_bytes // stride
+            if num_taken < pages.size:
+                self._queued.appendleft((pages[num_taken:], disk, memory))
+                pages = pages[:num_taken]
+            self._start(self._end.staged(pages, disk, memory, lease))
+
+    def _start(self, transfer: Transfer) -> None:
+        self._in_flight.append(transfer)
+        self._read(transfer)
+
+    def _read(self, transfer: Transfer) -> None:
+        if transfer.is_ready():
+            jobs = transfer.group.disk.read_jobs(transfer.disk_slots, transfer.addresses)
+            transfer.batch = self._end.io.submit(jobs)
+
+    # ------------------------------------------------------------------ advancing
+
+    def advance(self, settled: Settlement) -> None:
+        """Submit I/O whose memory is ready and finish I/O that has ended. Never blocks."""
+        self._in_flight = [t for t in self._in_flight if not self._advance(t, settled)]
+        self._pump()
+
+    def _advance(self, transfer: Transfer, settled: Settlement) -> bool:
+        """Returns whether the transfer is over."""
+        if transfer.batch is None:
+            self._read(transfer)
+            return False
+        if not transfer.batch.is_done():
+            return False
+        ok = transfer.batch.ok
+        arrived = ok.copy()
+        if transfer.lease is not None:
+            if ok.any() and not self._unstage(transfer, transfer.lease, ok):
+                if transfer.num_attempts < _MAX_ATTEMPTS:
+                    transfer.num_attempts += 1
+                    return False
+                # Nothing is wrong with the blobs: they stay on disk, and may be asked for again.
+                arrived[:] = False
+            transfer.lease.release()
+        self._finish_memory(transfer, ok, arrived)
+        self._finish_disk(transfer, ok, arrived, settled)
+        return True
+
+    def _unstage(self, transfer: Transfer, lease: StagingBuffer, ok: npt.NDArray[np.bool_]) -> bool:
+        """Enqueue the way of the verified pages out of staging."""
+        slices = np.flatnonzero(ok).astype(np.int32)
+        good, codec, moves = transfer.pages[ok], transfer.disk.codec, self._end.moves
+        if transfer.memory.level == HOT_LEVEL:
+            return moves.decode_staged(good, codec, slices, lease)
+        return moves.transcode_from_staging(good, codec, slices, lease, transfer.memory)
+
+    def _finish_memory(
+        self, transfer: Transfer, ok: npt.NDArray[np.bool_], arrived: npt.NDArray[np.bool_]
+    ) -> None:
+        """The destination's side. A hot slot whose page did not verify stays reserved: the page may
+        have another copy.
+        """
+        table, memory, pages = self._table, transfer.memory, transfer.pages
+        current = self._end.is_current(transfer)
+        table.present[pages[arrived & current]] |= memory.bit
+        done = ok if memory.level == HOT_LEVEL else np.ones_like(ok)
+        table.reserved[pages[done]] &= ~memory.bit
+        empty = pages[done & ~(arrived & current)]
+        for group, members in memory.split(table.life_cycle[empty], empty):
+            group.slots.free(table.slot[memory.level, members])
+
+    def _finish_disk(
+        self,
+        transfer: Transfer,
+        ok: npt.NDArray[np.bool_],
+        arrived: npt.NDArray[np.bool_],
+        settled: Settlement,
+    ) -> None:
+        """The disk's side: a slot whose bytes did not verify is never read again."""
+        table, disk, pages = self._table, transfer.disk, transfer.pages
+        bad = pages[~ok]
+        was_present = (table.present[bad] & disk.bit) != 0
+        table.present[bad] &= ~disk.bit
+        transfer.group.slots.quarantine(transfer.disk_slots[~ok])
+        table.busy[bad] &= ~disk.bit
+        self._end.count_failures(transfer, ok, "read_misses")
+        self._end.count_arrived(transfer, arrived, is_write=False)
+        settled.lost.append(bad[was_present & (table.present[bad] == 0)])
+        self._end.release_sources(pages[ok], disk)
+        settled.pages.append(pages)

@@ -1,0 +1,169 @@
+"""What writes to and reads from disk levels share: the transfer in flight, and its two ends.
+
+A transfer waits for the events of its memory, submits its I/O, and is finished by the owner's
+thread when the I/O has ended; nothing else touches a page column. While it is in flight its source
+slot is ``busy`` and its destination slot ``reserved``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import Completion, IoBatch, IoExecutor
+from coldpage.events import StorageEvents
+from coldpage.migration.codec_moves import CodecMoves
+from coldpage.page import PageTable
+from coldpage.pools import LevelPools, PoolGroup
+from coldpage.staging import StagingBuffer, StagingRing
+from coldpage.types import Int32Array, Int64Array
+
+__all__ = ["MAX_STAGED_PAGES", "DiskEnd", "Settlement", "Transfer"]
+
+_logger = logging.getLogger(__name__)
+
+# One staged transfer; small enough that decoding the first overlaps reading the next.
+MAX_STAGED_PAGES: Final = 32
+_DIRECT_ALIGNMENT: Final = 4096
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Pages of one batching class on their way; ``addresses`` is where their bytes are in memory:
+    in the lease, if there is one, else in their slots of the level ``memory``.
+    """
+
+    pages: Int32Array
+    versions: Int32Array
+    disk: LevelPools
+    group: PoolGroup  # of the disk level
+    memory: LevelPools  # the other end, also when a lease lies between
+    disk_slots: Int32Array
+    addresses: Int64Array
+    lease: StagingBuffer | None
+    after: list[Completion] = field(default_factory=list)
+    batch: IoBatch | None = None
+    num_attempts: int = 1
+
+    def is_ready(self) -> bool:
+        """Whether the memory may be touched. Never blocks."""
+        while self.after and self.after[-1].is_done():
+            self.after.pop()
+        return not self.after
+
+
+@dataclass(slots=True)
+class Settlement:
+    """What ended since the last call: the pages concerned, and those among them that lost their
+    last copy.
+    """
+
+    pages: list[Int32Array] = field(default_factory=list)
+    lost: list[Int32Array] = field(default_factory=list)
+
+
+class DiskEnd:
+    """Makes transfers and settles their disk side."""
+
+    def __init__(
+        self,
+        io: IoExecutor,
+        moves: CodecMoves,
+        ring: StagingRing,
+        table: PageTable,
+        events: StorageEvents,
+    ) -> None:
+        self.io = io
+        self.moves = moves
+        self.ring = ring
+        self.table = table
+        self.events = events
+
+    def page_bytes(self, transfer: Transfer) -> int:
+        """The size of each of its cold pages on disk."""
+        return self.moves.cold_page_bytes(transfer.disk.codec, transfer.pages)
+
+    def lease(
+        self, batch: Int32Array, disk: LevelPools, num_pages: int, *, for_stream: bool
+    ) -> StagingBuffer | None:
+        """Staging for one to ``num_pages`` pages of the batch, owned by the offload stream or by
+        the CPU; None when there is none without waiting.
+        """
+        stride = self.moves.cold_page_bytes(disk.codec, batch)
+        alignment = min(stride & -stride, _DIRECT_ALIGNMENT)
+        stream = self.moves.offload_stream if for_stream else None
+        return self.ring.acquire(stride, num_pages * stride, stride, alignment, stream)
+
+    def staged(
+        self, batch: Int32Array, disk: LevelPools, memory: LevelPools, lease: StagingBuffer
+    ) -> Transfer:
+        """A transfer between the pages' slots on ``disk`` and consecutive slices of the lease."""
+        stride = self.moves.cold_page_bytes(disk.codec, batch)
+        addresses = lease.address + np.arange(batch.size, dtype=np.int64) * stride
+        return self._transfer(batch, disk, memory, addresses, lease)
+
+    def direct(self, batch: Int32Array, disk: LevelPools, memory: LevelPools) -> Transfer:
+        """A transfer between the pages' slots on ``disk`` and their slots on ``memory``, whose
+        cold pages have the same form.
+        """
+        group = memory.group_of(self.table.life_cycle[batch[0]])
+        slots = self.table.slot[memory.level, batch]
+        addresses = group.cold_memory.addresses(slots)
+        transfer = self._transfer(batch, disk, memory, addresses, None)
+        transfer.after = list(self.moves.ready.outstanding(group.slots.event[slots]))
+        return transfer
+
+    def _transfer(
+        self,
+        batch: Int32Array,
+        disk: LevelPools,
+        memory: LevelPools,
+        addresses: Int64Array,
+        lease: StagingBuffer | None,
+    ) -> Transfer:
+        return Transfer(
+            pages=batch,
+            versions=self.table.version[batch].copy(),
+            disk=disk,
+            group=disk.group_of(self.table.life_cycle[batch[0]]),
+            memory=memory,
+            disk_slots=self.table.slot[disk.level, batch].copy(),
+            addresses=addresses,
+            lease=lease,
+        )
+
+    def is_current(self, transfer: Transfer) -> npt.NDArray[np.bool_]:
+        """Which pages have not been written to since: the bytes of the others are nobody's."""
+        current: npt.NDArray[np.bool_] = self.table.version[transfer.pages] == transfer.versions
+        return current
+
+    def release_sources(self, pages: Int32Array, source: LevelPools) -> None:
+        """The source slots are read no more; free those whose pages gave them up meanwhile."""
+        table = self.table
+        table.busy[pages] &= ~source.bit
+        given_up = pages[(table.present[pages] & source.bit) == 0]
+        for group, members in source.split(table.life_cycle[given_up], given_up):
+            group.slots.free(table.slot[source.level, members])
+
+    def count_arrived(
+        self, transfer: Transfer, arrived: npt.NDArray[np.bool_], *, is_write: bool
+    ) -> None:
+        """Note the pages that have a copy at the other end now."""
+        ends = transfer.memory.level, transfer.disk.level
+        source, target = ends if is_write else ends[::-1]
+        if arrived.any():
+            pages = transfer.pages[arrived]
+            self.events.moved(pages, source, target, self.page_bytes(transfer))
+
+    def count_failures(self, transfer: Transfer, ok: npt.NDArray[np.bool_], name: str) -> None:
+        """Note I/O that failed; the first of each name is logged."""
+        num_bad = int(np.count_nonzero(~ok))
+        if num_bad and not self.events.totals[name]:
+            _logger.warning(
+                "the disk tier: %s (%s counts them)", transfer.group.disk.last_failure, name
+            )
+        self.events.totals[name] += num_bad

@@ -1,0 +1,150 @@
+"""Changing the size of a level while it holds pages.
+
+Base addresses stay, so slots are cut off at the end. What lies there moves to free slots of the
+same level; where those are too few, the least valuable pages of the level leave it first, downwards
+as long as there is room below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import IoExecutor
+from coldpage.errors import DeviceError, UsageError
+from coldpage.migration import CodecMoves
+from coldpage.pools import LevelPools, PoolGroup
+from coldpage.storage.copies import BAD_DISK, PageCopies
+from coldpage.storage.escalation import Escalation, Losable
+from coldpage.types import HOT_LEVEL, Int32Array
+
+__all__ = ["Resizing"]
+
+# A device that rejects a move is asked again this often.
+_MAX_ATTEMPTS: Final = 8
+
+
+class Resizing:
+    """Resizes levels. ``finish_transfers`` blocks until nothing is in flight."""
+
+    def __init__(
+        self,
+        copies: PageCopies,
+        moves: CodecMoves,
+        escalation: Escalation,
+        io: IoExecutor,
+        finish_transfers: Callable[[], None],
+    ) -> None:
+        self._copies = copies
+        self._table = copies.table
+        self._moves = moves
+        self._escalation = escalation
+        self._io = io
+        self._finish_transfers = finish_transfers
+
+    def resize(self, level: LevelPools, num_slots: Sequence[int]) -> None:
+        """Have ``num_slots[i]`` slots in the level's pool group ``i``. Blocks until it is done.
+
+        Raises UsageError, changing nothing, when locked pages lie in what would be cut off; and
+        DeviceError or StorageError when the device rejects the moves or has no room to grow, with
+        every pool group whole, at its old size or its new one.
+        """
+        self._check_locks(level, num_slots)
+        self._finish_transfers()
+        # Shrink first: another group may grow into what that gives back.
+        for group, count in zip(level.groups, num_slots, strict=True):
+            if count < group.slots.num_slots:
+                self._shrink(level, group, count)
+        for group, count in zip(level.groups, num_slots, strict=True):
+            if count > group.slots.num_slots:
+                group.resize(count)
+
+    def _check_locks(self, level: LevelPools, num_slots: Sequence[int]) -> None:
+        if level.level != HOT_LEVEL:
+            return
+        num_in_the_way = 0
+        for group, count in zip(level.groups, num_slots, strict=True):
+            owners = group.slots.page[group.slots.first_slot + count :]
+            num_in_the_way += int(np.count_nonzero(self._table.num_locks[owners]))
+        if num_in_the_way:
+            raise UsageError(
+                f"{num_in_the_way} pages of active sequences lie in the part of the hot level that "
+                "would be cut off: suspend those sequences first"
+            )
+
+    def _shrink(self, level: LevelPools, group: PoolGroup, num_slots: int) -> None:
+        stop = group.slots.first_slot + num_slots
+        for _ in range(_MAX_ATTEMPTS):
+            num_beyond = np.count_nonzero(group.slots.page[stop:])
+            surplus = int(num_beyond) - group.slots.num_free_below(stop)
+            if surplus > 0:
+                self._evict(level, group, group.slots.num_free + surplus)
+            elif self._compact(level, group, stop):
+                break
+        else:
+            raise DeviceError(
+                f"the device keeps rejecting the moves that would make the {level.name} level "
+                "smaller: it keeps its size; try again later"
+            )
+        self._moves.synchronize()
+        # Sequences that have let go of the pages there may still be at work on their own streams.
+        for event in self._moves.ready.outstanding(group.slots.event[stop:]):
+            event.synchronize()
+        group.resize(num_slots)
+
+    def _evict(self, level: LevelPools, group: PoolGroup, num_free: int) -> None:
+        """Have ``num_free`` free slots, if the device lets us."""
+        escalation = self._escalation
+        if level.level == HOT_LEVEL:
+            escalation.make_hot_room(group, num_free)
+            self._finish_transfers()
+            return
+        levels = self._copies.levels
+        room = escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
+        if room < num_free and not level.is_disk and level is not levels[-1]:
+            escalation.send_least_below(level, group, num_free - room, levels[level.level + 1])
+            self._finish_transfers()
+            escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
+        escalation.make_cold_room(level, group, num_free, Losable.HELD)
+
+    def _compact(self, level: LevelPools, group: PoolGroup, stop: int) -> bool:
+        """Move the pages in slots from ``stop`` on to free slots before it; False when the device
+        rejected that.
+        """
+        slots = group.slots
+        beyond = slots.owned().astype(np.int32)
+        beyond = beyond[beyond >= stop]
+        if not beyond.size:
+            return True
+        pages = slots.page[beyond].copy()
+        places = slots.allocate_below(pages, stop)
+        if level.is_disk:
+            arrived = self._copy_on_disk(group, beyond, places)
+        elif self._moves.copy_within(group, beyond, places):
+            arrived = np.ones(pages.size, np.bool_)
+        else:
+            slots.free(places)
+            return False
+        slots.free(beyond[arrived])
+        self._table.slot[level.level, pages[arrived]] = places[arrived]
+        self._copies.events.moved(pages[arrived], level.level, level.level, group.slot_bytes)
+        slots.free(places[~arrived])
+        self._give_up(level, pages[~arrived])
+        return True
+
+    def _copy_on_disk(
+        self, group: PoolGroup, src: Int32Array, dst: Int32Array
+    ) -> npt.NDArray[np.bool_]:
+        batch = self._io.submit(group.disk.relocate_jobs(src, dst))
+        batch.synchronize()
+        return batch.ok
+
+    def _give_up(self, level: LevelPools, pages: Int32Array) -> None:
+        """These copies could not be read or written again."""
+        table = self._table
+        has_other = (table.present[pages] & ~level.bit) != 0
+        self._copies.drop(level, pages[has_other])
+        self._copies.drop_last(level, pages[~has_other], BAD_DISK)
