@@ -18,8 +18,10 @@ from coldpage.config import ReuseScope
 from coldpage.page import PageTable
 from coldpage.types import NO_PAGE, BlockKey, Int32Array, LayerGroupId
 
-__all__ = ["PrefixTree", "block_key", "root_key"]
+__all__ = ["EXACT_PROVENANCE", "PrefixTree", "block_key", "root_key"]
 
+# Of blocks that no codec which loses something can have touched.
+EXACT_PROVENANCE: Final = b"exact"
 _INITIAL_NODES: Final = 1024
 _NO_NODE: Final = 0  # row 0 is never a node
 _TOKEN_DTYPE: Final = np.dtype("<i4")

@@ -171,8 +171,8 @@ def test_polling_a_full_host_level_looks_at_its_slots_once(tmp_path: Path) -> No
         manager.poll()
         policy = manager._storage._escalation._policy
         calls: list[int] = []
-        choose = policy.choose
-        policy.choose = lambda *a: calls.append(1) or choose(*a)  # type: ignore[method-assign, func-returns-value]
+        score = policy.score
+        policy.score = lambda *a: calls.append(1) or score(*a)  # type: ignore[method-assign, func-returns-value]
         for _ in range(5):
             manager.poll()
         assert not calls

@@ -143,7 +143,7 @@ def _look_at_memory(driver: Driver) -> None:
     """After ``finish_transfers`` the calling thread may read all memory of the levels."""
     driver.manager.finish_transfers()
     for level in driver.manager._storage.levels:
-        for pool in (pool for pools in level.memory for pool in pools):
+        for pool in (pool for group in level.groups for pool in group.memory):
             size = pool.num_slots * pool.slot_bytes
             driver.device.host_access(reads=[ByteRange(pool.base_address, size)])
 

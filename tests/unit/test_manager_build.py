@@ -287,11 +287,13 @@ class _Scarce(HostDevice):
         super().__init__()
         self.num_left = num_allocations
 
-    def allocate(self, num_bytes: int, kind: MemoryKind) -> HostMemory:
+    def allocate(
+        self, num_bytes: int, kind: MemoryKind, *, is_growable: bool = False
+    ) -> HostMemory:
         if not self.num_left:
             raise DeviceError("the device is full: make the tiers smaller")
         self.num_left -= 1
-        return super().allocate(num_bytes, kind)
+        return super().allocate(num_bytes, kind, is_growable=is_growable)
 
 
 @pytest.fixture

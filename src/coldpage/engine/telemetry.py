@@ -24,8 +24,8 @@ _LOSSES: Final = (
 
 
 def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
-    """The levels now. A block takes a page in every life cycle, so blocks are counted in those."""
-    pages_of_block = len(manager.layout.life_cycles)
+    """The levels now. A block takes a page in every layer group, so blocks are counted in those."""
+    pages_of_block = len(manager.layout.layer_groups)
     return tuple(
         TierStats(
             name=level.name,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
 from coldpage.config import CacheTierConfig, DeviceTierConfig
 from coldpage.errors import CodecError
+from coldpage.prefix import EXACT_PROVENANCE
 
 __all__ = ["TierCodecs"]
 
@@ -81,7 +82,7 @@ class TierCodecs:
     def provenance(self) -> bytes:
         """What a block may have been through: ``exact``, or the formats that lose something."""
         lossy = sorted(c.identity for c in self.all if not c.codec.is_lossless)
-        return "\0".join(lossy).encode("utf-8", "surrogatepass") if lossy else b"exact"
+        return "\0".join(lossy).encode("utf-8", "surrogatepass") if lossy else EXACT_PROVENANCE
 
     def close(self) -> None:
         """Close each codec, in reverse order."""
