@@ -85,6 +85,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         dtype="float32",
         max_batch=3,
         max_waiting=5000,
+        pool_ratio="0.7, 0.3",
     )
     settings = settings_of(flags)
     assert (settings.hot_bytes, settings.host_bytes) == (64 * MIB, 0)
@@ -93,6 +94,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert settings.model == str(model)
     assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
+    assert settings.pool_ratio == (0.7, 0.3)
 
 
 def test_without_flags_the_bundled_model_gets_all_tiers(

@@ -13,6 +13,7 @@ from coldpage.cli.sizes import (
     Size,
     format_bytes,
     parse_disk,
+    parse_ratio,
     parse_size,
     resolve_size,
 )
@@ -103,6 +104,12 @@ def test_disk_is_a_path_and_a_size(text: str, path: str | None, size: Size | Non
 def test_a_disk_without_a_proper_size_is_explained(text: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_disk(text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0.5,", "1,0", "1,-2", "nan", "inf,1", "0.7;0.3"])
+def test_what_is_no_ratio_is_explained(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="for each layer group"):
+        parse_ratio(text)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from coldpage.config import KVCacheManagerConfig, ReuseScope
 from coldpage.manager import KVCacheManager
 from coldpage.page import DEFAULT_PRIORITY
 from coldpage.prefix import EXACT_PROVENANCE, root_key
-from coldpage.sequence import KVCache
+from coldpage.sequence import KVCache, OnMissing
 from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array, LayerGroupId, Priority
 
 
@@ -44,10 +44,11 @@ class FaultyManager(KVCacheManager):
         *,
         scope: ReuseScope | None = None,
         priority: Priority = DEFAULT_PRIORITY,
+        on_missing: OnMissing = OnMissing.RECOMPUTE,
     ) -> KVCache:
         root = root_key(self.config.model_fingerprint, scope or ReuseScope(), EXACT_PROVENANCE)
         prefix = self._find_prefix(root, np.asarray(tokens, np.int32).ravel())
-        cache = FaultyCache(self, self._context, prefix, priority)
+        cache = FaultyCache(self, self._context, prefix, priority, on_missing)
         self.open_caches.append(cache)
         return cache
 
@@ -64,6 +65,7 @@ class FaultyManager(KVCacheManager):
             self._context,
             self._find_prefix(root_key(b"", ReuseScope(), EXACT_PROVENANCE), np.zeros(0, np.int32)),
             DEFAULT_PRIORITY,
+            OnMissing.RECOMPUTE,
         )
         assert filler.resume()
         self.finish_transfers()

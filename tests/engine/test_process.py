@@ -338,11 +338,12 @@ def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
     [
         ({"model": "/nowhere/at-all"}, "there is no model at '/nowhere/at-all'"),
         ({"dtype": "float8"}, "'float8' is not supported"),
-        ({"hot_bytes": 100}, "can not hold one block"),
+        ({"hot_bytes": 100}, "give it at least"),
         ({"disk_path": None}, "no path"),
         ({"disk_path": "{file}"}, "{file}"),
-        ({"host_bytes": 100}, "can not hold one page"),
+        ({"host_bytes": 100}, "give it at least"),
         ({"max_batch": 0}, "max_batch"),
+        ({"pool_ratio": (0.5, 0.5)}, "initial_pool_ratio has 2 shares for 1 layer group"),
     ],
 )
 def test_a_start_that_fails_gets_one_sentence_and_status_2(

@@ -21,5 +21,6 @@ def test_quarantined_slots_are_reported_as_blocks(new_rig: Any) -> None:
     rig = new_rig(has_sliding_window=True)  # a block is two pages
     (disk,) = [level for level in rig.manager._storage.levels if level.name == "disk"]
     pages = np.array([1, 2, 3], np.int32)
-    disk.allocators[0].quarantine(disk.allocators[0].allocate(pages))
+    slots = disk.groups[0].slots
+    slots.quarantine(slots.allocate(pages))
     assert [tier.quarantined_blocks for tier in tier_stats(rig.manager)] == [0, 0, 2]

@@ -21,7 +21,7 @@ from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.recording import Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
-from coldpage.migration import DiskMoves
+from coldpage.migration.disk_reads import DiskReads
 from coldpage.sequence import KVCache
 from coldpage.types import BlockOrdinal, LayerGroupId
 from tests.engine.tiny_tokenizers import byte_level
@@ -91,15 +91,14 @@ def test_a_page_restored_with_other_bytes_is_a_difference(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk's bytes change after their checksum was verified: nothing below would notice."""
-    finish = DiskMoves._finish_staged_read
+    unstage = DiskReads._unstage
 
-    def damage(self: DiskMoves, transfer: Any, lease: Any, ok: Any, settled: Any) -> bool:
-        array = self._ring._memory.array
-        start = lease.address - self._ring.base_address
-        array[start] ^= 1
-        return finish(self, transfer, lease, ok, settled)
+    def damage(self: DiskReads, transfer: Any, lease: Any, ok: Any) -> bool:
+        ring = self._end.ring
+        ring._memory.array[lease.address - ring.base_address] ^= 1
+        return unstage(self, transfer, lease, ok)
 
-    monkeypatch.setattr(DiskMoves, "_finish_staged_read", damage)
+    monkeypatch.setattr(DiskReads, "_unstage", damage)
     status, output = verify(model_path)
     assert status == 1
     assert "came back with other bytes" in output

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.property.driver import Driver
 from tests.property.setups import Setup
+from tests.sim.rig import Rig
 from tests.sim.scenes import PER_BLOCK, Make
 
 
@@ -28,3 +29,21 @@ def make() -> Iterator[Make]:
     finally:
         for driver in drivers:
             driver.abandon()
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs, and checks each at the end for leaks, races and wrong bytes."""
+    rigs: list[Rig] = []
+
+    def make_rig(**settings: object) -> Rig:
+        rigs.append(Rig(**settings))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make_rig
+    try:
+        for rig in rigs:
+            rig.finish()
+    finally:
+        for rig in rigs:
+            rig.abandon()

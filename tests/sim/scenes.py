@@ -9,11 +9,15 @@ from coldpage.device.base import Stream
 from coldpage.testing.pattern_engine import PatternSequence
 from coldpage.types import NO_SLOT, LayerGroupId
 from tests.property.driver import Driver
+from tests.sim.rig import Rig
 
 GROUP = LayerGroupId(0)
 PER_BLOCK = 2
 
 Make = Callable[..., Driver]
+Build = Callable[..., Rig]
+# What a scene needs of either.
+Stage = Driver | Rig
 
 
 def prompt(num_blocks: int, first: int = 0) -> list[int]:
@@ -22,7 +26,7 @@ def prompt(num_blocks: int, first: int = 0) -> list[int]:
 
 
 def filled(
-    driver: Driver,
+    driver: Stage,
     tokens: Sequence[int],
     *,
     stream: Stream | None = None,
@@ -38,14 +42,14 @@ def filled(
     return sequence
 
 
-def suspended(driver: Driver, tokens: Sequence[int], **settings: int) -> PatternSequence:
+def suspended(driver: Stage, tokens: Sequence[int], **settings: int) -> PatternSequence:
     """A suspended sequence that has written ``tokens``."""
     sequence = filled(driver, tokens, **settings)  # type: ignore[arg-type]
     sequence.cache.suspend()
     return sequence
 
 
-def push_out(driver: Driver, num_blocks: int) -> None:
+def push_out(driver: Stage, num_blocks: int) -> None:
     """Have the hot level make room for so many blocks, which nobody keeps."""
     sequence = driver.engine.create()
     assert sequence.resume()
@@ -56,18 +60,18 @@ def push_out(driver: Driver, num_blocks: int) -> None:
     driver.check()
 
 
-def resumed(driver: Driver, sequence: PatternSequence, stream: Stream | None = None) -> None:
+def resumed(driver: Stage, sequence: PatternSequence, stream: Stream | None = None) -> None:
     assert sequence.resume(stream)
     sequence.cache.synchronize()
     sequence.check()
     driver.check()
 
 
-def totals(driver: Driver, name: str) -> int:
+def totals(driver: Stage, name: str) -> int:
     return driver.manager.stats().totals.get(name, 0)
 
 
-def moves(driver: Driver, path: str) -> int:
+def moves(driver: Stage, path: str) -> int:
     return driver.manager.stats().moved_pages.get(path, 0)
 
 

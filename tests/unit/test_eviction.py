@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldpage.eviction import PriorityLru
+from coldpage.eviction import PriorityLru, least_valuable, num_outranking
 from coldpage.page import PageTable
-from coldpage.types import Int32Array, Priority
+from coldpage.types import Int32Array, Int64Array, Priority
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ def _table(pages: list[_Page]) -> tuple[PageTable, Int32Array]:
     return table, ids
 
 
+def _choose(table: PageTable, pages: Int32Array, count: int) -> Int32Array:
+    return least_valuable(PriorityLru(), table, pages, count)
+
+
 @settings(max_examples=200)
 @given(pages=_PAGES, count=st.integers(-1, 70), data=st.data())
 def test_it_chooses_what_a_full_sort_chooses(
@@ -60,7 +64,7 @@ def test_it_chooses_what_a_full_sort_chooses(
 ) -> None:
     table, ids = _table(pages)
     order = data.draw(st.permutations(range(len(pages))))
-    chosen = PriorityLru().choose(table, ids[np.array(order, np.int64)], count)
+    chosen = _choose(table, ids[np.array(order, np.int64)], count)
     assert len(set(chosen.tolist())) == chosen.size
     by_id = dict(zip(ids.tolist(), pages, strict=True))
     ranks = [by_id[i].rank for i in chosen.tolist()]
@@ -73,7 +77,7 @@ def test_it_chooses_right_among_thousands(count: int) -> None:
     columns = zip(*(rng.integers(0, high, 5000).tolist() for high in (3, 40, 200, 2)), strict=True)
     pages = [_Page(*row[:3], is_protected=bool(row[3])) for row in columns]
     table, ids = _table(pages)
-    chosen = PriorityLru().choose(table, ids, count)
+    chosen = _choose(table, ids, count)
     by_id = dict(zip(ids.tolist(), pages, strict=True))
     assert [by_id[i].rank for i in chosen.tolist()] == sorted(p.rank for p in pages)[:count]
 
@@ -82,20 +86,20 @@ def test_it_chooses_right_among_thousands(count: int) -> None:
 def test_sinks_and_the_newest_block_are_last_of_what_was_used_together(pages: list[_Page]) -> None:
     together = [_Page(35, 7, p.ordinal, p.is_protected) for p in pages]
     table, ids = _table(together)
-    chosen = PriorityLru().choose(table, ids, len(together))
+    chosen = _choose(table, ids, len(together))
     is_protected = table.is_protected[chosen].tolist()
     assert is_protected == sorted(is_protected)
 
 
 def test_of_one_prompt_the_deepest_blocks_go_first() -> None:
     table, ids = _table([_Page(35, 7, i, i in {0, 9}) for i in range(10)])
-    chosen = PriorityLru().choose(table, ids, 10)
+    chosen = _choose(table, ids, 10)
     assert table.ordinal[chosen].tolist() == [8, 7, 6, 5, 4, 3, 2, 1, 9, 0]
 
 
 def test_protection_does_not_outlive_a_later_use_of_something_else() -> None:
     table, ids = _table([_Page(35, 8, 4, False), _Page(35, 7, 0, True)])
-    assert PriorityLru().choose(table, ids, 1).tolist() == [ids[1]]
+    assert _choose(table, ids, 1).tolist() == [ids[1]]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +108,57 @@ def test_protection_does_not_outlive_a_later_use_of_something_else() -> None:
 )
 def test_a_priority_out_of_range_counts_as_the_nearest(low: int, high: int) -> None:
     table, ids = _table([_Page(high, 0, 0, False), _Page(low, 0, 5, False)])
-    assert PriorityLru().choose(table, ids, 1).tolist() == [ids[1]]
+    assert _choose(table, ids, 1).tolist() == [ids[1]]
 
 
 def test_depths_and_uses_beyond_the_fields_do_not_spill_over() -> None:
     huge = _Page(35, (1 << 40), (1 << 30), False)
     table, ids = _table([huge, _Page(36, 0, 0, False), _Page(35, (1 << 36) - 1, 0, True)])
-    assert PriorityLru().choose(table, ids, 3).tolist() == [ids[0], ids[2], ids[1]]
+    assert _choose(table, ids, 3).tolist() == [ids[0], ids[2], ids[1]]
 
 
 def test_nothing_to_choose_from() -> None:
     table, ids = _table([])
-    assert PriorityLru().choose(table, ids, 5).size == 0
+    assert _choose(table, ids, 5).size == 0
+
+
+# ---------------------------------------------------------------------- newcomers and residents
+
+
+@settings(max_examples=300)
+@given(newcomers=_PAGES, residents=_PAGES, data=st.data())
+def test_of_newcomers_and_residents_the_most_valuable_stay(
+    newcomers: list[_Page], residents: list[_Page], data: st.DataObject
+) -> None:
+    table, ids = _table([*newcomers, *residents])
+    new, old = np.split(ids, [len(newcomers)])
+    old = _choose(table, old, old.size)
+    # Who is asked about no more residents than there are newcomers gets the same answer.
+    some = old[: data.draw(st.integers(min(new.size, old.size), old.size))]
+    count = num_outranking(PriorityLru(), table, new, some)
+    # The residents come first among equals: nobody moves for nothing.
+    contest = [(page.rank, False) for page in newcomers] + [(page.rank, True) for page in residents]
+    stay = sorted(contest, reverse=True)[: len(residents)]
+    assert count == sum(not is_resident for _, is_resident in stay)
+
+
+class _ByOrdinal:
+    """A policy of somebody else's."""
+
+    def score(self, table: PageTable, pages: Int32Array) -> Int64Array:
+        return table.ordinal[pages].astype(np.int64)
+
+
+def test_value_is_what_the_policy_says() -> None:
+    table, ids = _table([_Page(100 - i, 9, i, False) for i in range(6)])
+    assert least_valuable(_ByOrdinal(), table, ids[::-1], 3).tolist() == ids[:3].tolist()
+    assert num_outranking(_ByOrdinal(), table, ids[3:], ids[:3]) == 3
+    assert num_outranking(PriorityLru(), table, ids[3:], ids[2::-1]) == 0
+
+
+def test_asking_changes_nothing() -> None:
+    table, ids = _table([_Page(35, 9 - i, i, False) for i in range(9)])
+    order = ids.copy()
+    _choose(table, ids, 4)
+    num_outranking(PriorityLru(), table, ids[:4], ids[:3:-1])
+    assert ids.tolist() == order.tolist()

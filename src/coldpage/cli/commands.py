@@ -100,6 +100,12 @@ def _size_help(text: str, tier: str, resource: str) -> str:
     show_default=True,
     help="Requests that may wait beyond a full batch; more are answered with 429.",
 )
+@click.option(
+    "--pool-ratio",
+    metavar="SHARES",
+    help="How the hot bytes are divided between layer groups (layers with one window), such as "
+    "0.7,0.3. Default: as a sequence of 4,096 tokens needs them.",
+)
 def serve(**flags: Any) -> None:
     """Serve MODEL, a Hugging Face directory or a GGUF file, to OpenAI clients.
 

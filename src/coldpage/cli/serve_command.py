@@ -20,7 +20,14 @@ from coldpage.cli.machine import (
     memory_bytes,
     prepare_directory,
 )
-from coldpage.cli.sizes import AbsoluteSize, DiskChoice, format_bytes, parse_disk, parse_size
+from coldpage.cli.sizes import (
+    AbsoluteSize,
+    DiskChoice,
+    format_bytes,
+    parse_disk,
+    parse_ratio,
+    parse_size,
+)
 from coldpage.cli.tiers import plan_disk, plan_memory
 from coldpage.engine.messages import EngineReady, EngineSettings
 from coldpage.errors import ModelError
@@ -42,6 +49,7 @@ class ServeFlags:
     port: int = 8080
     max_batch: int = 8
     max_waiting: int = 64
+    pool_ratio: str | None = None
 
 
 def check_model(model: str | None) -> str | None:
@@ -85,6 +93,7 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
         max_waiting=flags.max_waiting,
+        pool_ratio=None if flags.pool_ratio is None else parse_ratio(flags.pool_ratio),
     )
 
 

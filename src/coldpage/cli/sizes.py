@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ __all__ = [
     "Size",
     "format_bytes",
     "parse_disk",
+    "parse_ratio",
     "parse_size",
     "resolve_size",
 ]
@@ -110,6 +112,19 @@ def parse_disk(text: str) -> DiskChoice:
         return DiskChoice(None, parse_size(text))
     except ConfigurationError:
         return DiskChoice(text, None)
+
+
+def parse_ratio(text: str) -> tuple[float, ...]:
+    """Reads ``0.7,0.3``: positive shares. Raises ``ConfigurationError``."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise ConfigurationError(
+            f"{text!r} is no ratio; write a positive share for each layer group, such as 0.7,0.3"
+        )
+    return shares
 
 
 def format_bytes(num_bytes: int) -> str:

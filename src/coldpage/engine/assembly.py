@@ -42,7 +42,11 @@ def block_bytes(model: LoadedModel, tokens_per_block: int) -> int:
 
 
 def build_manager(
-    model: LoadedModel, tiers: Sequence[CacheTierConfig], tokens_per_block: int
+    model: LoadedModel,
+    tiers: Sequence[CacheTierConfig],
+    tokens_per_block: int,
+    *,
+    pool_ratio: tuple[float, ...] | None = None,
 ) -> KVCacheManager:
     """A manager for the model's pages. Raises ConfigurationError or StorageError."""
     return KVCacheManager(
@@ -52,6 +56,7 @@ def build_manager(
             manager_layers(model, tokens_per_block),
             MAX_LOCKED_FRACTION,
             model.fingerprint,
+            initial_pool_ratio=pool_ratio,
         )
     )
 

@@ -49,8 +49,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
     ``model`` None is the bundled model; ``dtype`` is ``auto``, ``bfloat16`` or ``float32``;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
-    beyond a full batch. ``disk_path`` is an existing, writable
-    directory whenever ``disk_bytes`` is positive.
+    beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
+    positive. ``pool_ratio`` divides the hot bytes between the layer groups, in order of their ids.
     """
 
     hot_bytes: int
@@ -62,6 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     tokens_per_block: int = 16
     max_batch: int = 8
     max_waiting: int = 64
+    pool_ratio: tuple[float, ...] | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -140,6 +141,7 @@ class TierStats(msgspec.Struct, frozen=True):
     used_blocks: int
     capacity_tokens: int
     quarantined_blocks: int = 0  # of slots that failed and are not used again, rounded up
+    dropped_pages: int = 0  # lost for good while this level had the only copy, since the start
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -98,7 +98,8 @@ def _start_and_serve(
     try:
         model = load_model(settings.model, choose_dtype(settings.dtype), progress)
         progress("making room for the cache")
-        manager = build_manager(model, cache_tiers(settings), settings.tokens_per_block)
+        tiers, per_block = cache_tiers(settings), settings.tokens_per_block
+        manager = build_manager(model, tiers, per_block, pool_ratio=settings.pool_ratio)
     except Exception as error:
         if not isinstance(error, ColdpageError):
             _LOG.exception("the engine can not start")

@@ -35,6 +35,7 @@ def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
             used_blocks=-(-level.used_slots // pages_of_block),
             capacity_tokens=level.capacity_tokens,
             quarantined_blocks=-(-level.quarantined_slots // pages_of_block),
+            dropped_pages=level.dropped_pages,
         )
         for level in manager.stats().levels
     )

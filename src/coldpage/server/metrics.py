@@ -125,6 +125,12 @@ class EngineCollector(Collector):
             for tier in tiers:
                 family.add_metric((tier.name,), value_of(tier))
             yield family
+        yield _labelled_counter(
+            "tier_dropped_pages",
+            "Pages lost for good while a tier had their only copy.",
+            "tier",
+            {tier.name: tier.dropped_pages for tier in tiers},
+        )
 
     def _engine(self, stats: Stats) -> Iterator[Metric]:
         yield _gauge("running_requests", "Requests in the running batch.", stats.running)
