@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.rows import report
 
-NAMES = ("manager_cost", "restore", "disk", "resume", "slow_disk", "engine")
+NAMES = ("manager_cost", "descriptors", "restore", "disk", "resume", "slow_disk", "engine")
 
 
 def main(arguments: list[str]) -> int:
