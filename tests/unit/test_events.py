@@ -54,7 +54,10 @@ def _pages(*ids: int) -> Int32Array:
 
 
 _MOVES = st.tuples(
-    st.lists(st.integers(1, 99), max_size=4), st.integers(0, 2), st.integers(0, 2), st.integers(1, 9)
+    st.lists(st.integers(1, 99), max_size=4),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(1, 9),
 )
 
 

@@ -16,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coldpage.config import ReuseScope
 from coldpage.page import PageTable
 from coldpage.prefix import EXACT_PROVENANCE, PrefixTree, block_key, root_key
-from coldpage.types import NO_PAGE, BlockKey, LifeCycleId, Priority
+from coldpage.types import NO_PAGE, BlockKey, LayerGroupId, Priority
 
-_NUM_LIFE_CYCLES = 2
+# Two layer groups, each with a life cycle for sinks and one for the body.
+_LAYER_GROUP_OF = tuple(map(LayerGroupId, (0, 0, 1, 1)))
+_NUM_LAYER_GROUPS = 2
 _ROOT = root_key(b"model", ReuseScope(), EXACT_PROVENANCE)
 
 # A prefix: its blocks, each one number that stands for the block's tokens.
@@ -34,7 +36,7 @@ def _keys(prefix: _Prefix) -> list[BlockKey]:
 
 @dataclass
 class _Node:
-    pages: list[int] = field(default_factory=lambda: [NO_PAGE] * _NUM_LIFE_CYCLES)
+    pages: list[int] = field(default_factory=lambda: [NO_PAGE] * _NUM_LAYER_GROUPS)
     # Whether the prefix one block shorter was known when this one came, and so stays known.
     keeps_parent: bool = False
 
@@ -45,12 +47,13 @@ class _Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = PageTable(num_levels=1)
-        self.tree = PrefixTree(self.table, _NUM_LIFE_CYCLES)
+        self.tree = PrefixTree(self.table, _LAYER_GROUP_OF)
         self.nodes: dict[_Prefix, _Node] = {}
         self.asked: set[_Prefix] = {()}
+        self.made: list[int] = []
 
     prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
-    # Which life cycles the committing sequence has pages in, block by block.
+    # Which layer groups the committing sequence has pages in, block by block.
     has_page = st.lists(st.booleans(), min_size=2 * 5, max_size=2 * 5)
 
     @rule(prefix=prefixes, has_page=has_page, start=st.integers(0, 4))
@@ -58,23 +61,25 @@ class _Machine(RuleBasedStateMachine):
         keys = _keys(prefix)
         self.asked.add(prefix)
         for depth in range(min(start, len(prefix) - 1), len(prefix)):
-            pages = np.zeros(_NUM_LIFE_CYCLES, np.int32)
-            for life_cycle in range(_NUM_LIFE_CYCLES):
-                if has_page[2 * depth + life_cycle]:
-                    pages[life_cycle] = self._new_page(life_cycle)
+            pages = np.zeros(_NUM_LAYER_GROUPS, np.int32)
+            for layer_group in range(_NUM_LAYER_GROUPS):
+                if has_page[2 * depth + layer_group]:
+                    pages[layer_group] = self._new_page(2 * layer_group + (depth > 0))
             taken = self.tree.insert(keys[depth], keys[depth + 1], pages)
             assert sorted(taken.tolist()) == self._insert(prefix[: depth + 1], pages.tolist())
 
     def _new_page(self, life_cycle: int) -> int:
         cycles = np.array([life_cycle], np.int16)
-        return int(self.table.create(cycles, np.zeros(1, np.int32), Priority(1))[0])
+        page = int(self.table.create(cycles, np.zeros(1, np.int32), Priority(1))[0])
+        self.made.append(page)
+        return page
 
     def _insert(self, prefix: _Prefix, pages: list[int]) -> list[int]:
         node = self.nodes.setdefault(prefix, _Node(keeps_parent=prefix[:-1] in self.nodes))
         taken = []
-        for life_cycle, page in enumerate(pages):
-            if page != NO_PAGE and node.pages[life_cycle] == NO_PAGE:
-                node.pages[life_cycle] = page
+        for layer_group, page in enumerate(pages):
+            if page != NO_PAGE and node.pages[layer_group] == NO_PAGE:
+                node.pages[layer_group] = page
                 taken.append(page)
         self._prune()
         return sorted(taken)
@@ -90,7 +95,7 @@ class _Machine(RuleBasedStateMachine):
                 del self.nodes[prefix]
 
     def _held(self) -> list[tuple[_Prefix, int]]:
-        return [(p, lc) for p, n in sorted(self.nodes.items()) for lc in (0, 1) if n.pages[lc]]
+        return [(p, g) for p, n in sorted(self.nodes.items()) for g in (0, 1) if n.pages[g]]
 
     @precondition(lambda self: self._held())
     @rule(data=st.data())
@@ -98,19 +103,19 @@ class _Machine(RuleBasedStateMachine):
         """As the storage does it: the columns first, then one call for all of them."""
         held = st.sampled_from(self._held())
         some = data.draw(st.lists(held, unique=True, min_size=1))
-        pages = np.array([self.nodes[p].pages[lc] for p, lc in some], np.int32)
+        pages = np.array([self.nodes[p].pages[g] for p, g in some], np.int32)
         nodes, life_cycles = self.table.node[pages].copy(), self.table.life_cycle[pages].copy()
         self.table.node[pages] = 0
-        self.tree.on_forgotten(nodes, life_cycles)
-        for prefix, life_cycle in some:
-            self.nodes[prefix].pages[life_cycle] = NO_PAGE
+        self.tree.remove(nodes, life_cycles)
+        for prefix, layer_group in some:
+            self.nodes[prefix].pages[layer_group] = NO_PAGE
         self._prune()
 
     @precondition(lambda self: self._held())
     @rule(data=st.data(), is_missing=st.booleans())
     def lose_or_recompute(self, data: st.DataObject, is_missing: bool) -> None:
-        prefix, life_cycle = data.draw(st.sampled_from(self._held()))
-        self.table.is_missing[self.nodes[prefix].pages[life_cycle]] = is_missing
+        prefix, layer_group = data.draw(st.sampled_from(self._held()))
+        self.table.is_missing[self.nodes[prefix].pages[layer_group]] = is_missing
 
     @invariant()
     def they_agree(self) -> None:
@@ -126,11 +131,23 @@ class _Machine(RuleBasedStateMachine):
             found = self.tree.find(_keys(prefix)[1:])
             assert found.dtype == np.int32
             assert found.T.tolist() == expected
-        for life_cycle in range(_NUM_LIFE_CYCLES):
-            held = [n.pages[life_cycle] for n in self.nodes.values()]
-            assert sorted(self.tree.pages_of(LifeCycleId(life_cycle)).tolist()) == sorted(
+        for layer_group in range(_NUM_LAYER_GROUPS):
+            held = [n.pages[layer_group] for n in self.nodes.values()]
+            assert sorted(self.tree.pages_of(LayerGroupId(layer_group)).tolist()) == sorted(
                 page for page in held if page != NO_PAGE
             )
+
+    @invariant()
+    def a_page_knows_its_key_and_only_while_it_is_committed(self) -> None:
+        key_of = {
+            page: _keys(prefix)[-1]
+            for prefix, node in self.nodes.items()
+            for page in node.pages
+            if page != NO_PAGE
+        }
+        for page in self.made:
+            assert self.tree.key_of(page) == key_of.get(page)
+        assert self.tree.key_of(NO_PAGE) is None
 
 
 _Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
@@ -140,7 +157,7 @@ test_the_tree_is_a_dictionary_of_prefixes = _Machine.TestCase
 def _tree_and_pages(num_pages: int) -> tuple[PageTable, PrefixTree, np.ndarray]:
     table = PageTable(num_levels=1)
     pages = table.create(np.zeros(num_pages, np.int16), np.zeros(num_pages, np.int32), Priority(1))
-    return table, PrefixTree(table, 1), pages
+    return table, PrefixTree(table, [LayerGroupId(0)]), pages
 
 
 def test_a_page_that_another_block_holds_is_not_taken_again() -> None:
@@ -163,9 +180,55 @@ def test_thousands_of_blocks_come_and_go_and_rows_are_used_again() -> None:
         nodes = table.node[pages].copy()
         assert nodes.max() == 3000
         table.node[pages] = 0
-        tree.on_forgotten(nodes, table.life_cycle[pages])
+        tree.remove(nodes, table.life_cycle[pages])
         assert tree.num_blocks == 0
         assert tree.find(keys[1:]).shape == (1, 0)
+
+
+def test_sinks_and_body_of_a_layer_group_share_its_row() -> None:
+    table = PageTable(num_levels=1)
+    tree = PrefixTree(table, _LAYER_GROUP_OF)
+    assert tree.find([]).shape == (_NUM_LAYER_GROUPS, 0), "a row a layer group, not a life cycle"
+    keys = _keys((1, 2))
+    pages = table.create(np.array([0, 2, 1, 3], np.int16), np.zeros(4, np.int32), Priority(1))
+    tree.insert(keys[0], keys[1], pages[:2])
+    tree.insert(keys[1], keys[2], pages[2:])
+    assert tree.find(keys[1:]).tolist() == [[pages[0], pages[2]], [pages[1], pages[3]]]
+    assert tree.pages_of(LayerGroupId(1)).tolist() == [pages[1], pages[3]]
+    nodes = table.node[pages].copy()
+    table.node[pages[1:3]] = 0
+    tree.remove(nodes[1:3], table.life_cycle[pages[1:3]])
+    assert tree.find(keys[1:]).tolist() == [[pages[0], NO_PAGE], [NO_PAGE, pages[3]]]
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("a node", "a page does not know its node"),
+        ("a page", "a node does not know its page"),
+        ("a layer group", "a page of another layer group"),
+        ("a child", "children are counted wrong"),
+    ],
+)
+def test_damage_is_noticed(damage: str, sentence: str) -> None:
+    table = PageTable(num_levels=1)
+    tree = PrefixTree(table, _LAYER_GROUP_OF)
+    pages = table.create(np.array([0, 1, 2], np.int16), np.zeros(3, np.int32), Priority(1))
+    keys = _keys((1, 2))
+    tree.insert(keys[0], keys[1], np.array([pages[0], NO_PAGE], np.int32))
+    tree.insert(keys[1], keys[2], np.array([pages[1], NO_PAGE], np.int32))
+    tree.check_integrity()
+    if damage == "a node":
+        table.node[pages[0]] = table.node[pages[1]]
+    elif damage == "a page":
+        table.node[pages[2]] = table.node[pages[1]]
+    elif damage == "a layer group":
+        table.life_cycle[pages[1]] = 3
+    else:
+        tree._num_children[table.node[pages[1]]] += 1
+    with pytest.raises(AssertionError, match=sentence):
+        tree.check_integrity()
 
 
 # ---------------------------------------------------------------------- keys
