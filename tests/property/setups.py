@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import coldpage.layout.partition
+import coldpage.migration.codec_calls
 import coldpage.staging
 from coldpage import (
     AttentionLayerConfig,
     BufferConfig,
+    ColdPageCodec,
     DeviceTierConfig,
     DiskTierConfig,
     HostTierConfig,
@@ -19,16 +21,25 @@ from coldpage import (
     KVCacheManagerConfig,
     create_default_cold_page_codec,
 )
-from coldpage.config import CacheTierConfig
+from coldpage.config import BatchDesc, CacheTierConfig, KVCacheDesc
 from coldpage.device.base import Device
 from coldpage.device.simulated import SimulatedDevice
-from coldpage.layout import hot_layout
+from coldpage.layout import HotLayout, hot_layout
+from coldpage.migration import NUM_SCRATCH_SLOTS
 from coldpage.pools.disk import disk_slot_bytes
+from coldpage.testing.example_codecs import (
+    CoarseCodec,
+    DeviceIndexCodec,
+    PaddingCodec,
+    PositionCodec,
+    SlowCodec,
+)
 from coldpage.testing.index_poison import IndexPoisoningCodec
-from coldpage.types import BufferRole, LayerId
+from coldpage.types import BufferRole, LayerId, LifeCycleId, PageClass, PageIndexLocation
 
 TYPICAL_BLOCKS = 4
 ROOMY_BLOCKS = 2000
+PADDING_BYTES = 64
 
 
 def _layer(
@@ -62,9 +73,32 @@ def layers_of(kind: str, per_block: int) -> tuple[AttentionLayerConfig, ...]:
 KINDS = ("full", "mixed", "mixed-sizes", "window")
 
 
+def make_codec(name: str) -> ColdPageCodec:
+    """A codec that catches index arrays used too late."""
+    codecs: dict[str, ColdPageCodec] = {
+        "concat": create_default_cold_page_codec(),
+        "padding": PaddingCodec(PADDING_BYTES),
+        "device-index": DeviceIndexCodec(),
+        "position": PositionCodec(),
+        "position-device": PositionCodec(PageIndexLocation.DEVICE),
+        "slow": SlowCodec(create_default_cold_page_codec(), 0.0),
+        "coarse": CoarseCodec(),
+        "coarse-body": CoarseCodec(keeps_sinks=True),
+    }
+    return IndexPoisoningCodec(codecs[name])
+
+
+CODECS = ("concat", "padding", "device-index", "position", "position-device", "slow")
+LOSSY_CODECS = ("coarse", "coarse-body")
+# Another object, and the same cold pages.
+_FORMATS = {"slow": "concat", "position-device": "position"}
+
+
 @dataclass(frozen=True)
 class Setup:
-    """One manager. Sizes are in blocks of every layer group; 0: no such level."""
+    """One manager. Sizes are in blocks of every layer group; 0: no such level. ``codec`` is for
+    every cold tier that names none.
+    """
 
     kind: str = "full"
     per_block: int = 2
@@ -73,28 +107,98 @@ class Setup:
     disk_blocks: int = 0
     is_ring_tiny: bool = False
     max_util: float = 0.97
+    host2_blocks: int = 0
+    codec: str = "concat"
+    host_codec: str | None = None
+    host2_codec: str | None = None
+    disk_codec: str | None = None
+    separate_sinks: bool = False
+    watermark: float = 0.0
+    has_constraints: bool = False
+    has_pool_ratio: bool = False
 
     @property
     def has_windows(self) -> bool:
         return self.kind != "full"
 
-    def config(self, directory: Path) -> KVCacheManagerConfig:
+    @property
+    def is_lossy(self) -> bool:
+        return any(codec in LOSSY_CODECS for _, _, codec in self.cold_levels)
+
+    @property
+    def cold_levels(self) -> list[tuple[str, int, str]]:
+        """Medium, blocks and codec of the levels after the hot one."""
+        levels = [
+            ("host", self.host_blocks, self.host_codec),
+            ("host", self.host2_blocks, self.host2_codec),
+            ("disk", self.disk_blocks, self.disk_codec),
+        ]
+        return [(medium, size, own or self.codec) for medium, size, own in levels if size]
+
+    @property
+    def blocks(self) -> list[int]:
+        """The size of each level."""
+        return [self.hot_blocks, *(size for _, size, _ in self.cold_levels)]
+
+    @property
+    def num_formats(self) -> int:
+        return len({_FORMATS.get(codec, codec) for _, _, codec in self.cold_levels})
+
+    @property
+    def layout(self) -> HotLayout:
         layers = layers_of(self.kind, self.per_block)
-        layout = hot_layout(layers)
-        pages = [layout.page_bytes(lc.life_cycle_id) for lc in layout.life_cycles]
-        block = sum(pages)
-        tiers: list[CacheTierConfig] = [DeviceTierConfig(block * self.hot_blocks)]
-        if self.host_blocks:
-            tiers.append(HostTierConfig(block * self.host_blocks))
-        if self.disk_blocks:
-            slots = sum(disk_slot_bytes(size) for size in pages)
-            tiers.append(DiskTierConfig(str(directory), slots * self.disk_blocks))
+        return hot_layout(layers, separate_sinks=self.separate_sinks)
+
+    def quota_bytes(self, level: int, num_blocks: int) -> int:
+        """What holds so many blocks there, scratch slots apart."""
+        layout = self.layout
+        groups = layout.life_cycles[:: layout.num_classes]
+        if level == 0:
+            pages = [layout.page_bytes(lc.life_cycle_id) for lc in groups]
+            scratch = sum(sum(pools) for pools in layout.slot_bytes) * NUM_SCRATCH_SLOTS
+            return sum(pages) * num_blocks + (scratch if self.num_formats > 1 else 0)
+        medium, _, codec = self.cold_levels[level - 1]
+        pages = [
+            max(
+                self._cold_bytes(layout, LifeCycleId(lc.life_cycle_id + i), codec)
+                for i in range(layout.num_classes)
+            )
+            for lc in groups
+        ]
+        return num_blocks * sum(disk_slot_bytes(p) if medium == "disk" else p for p in pages)
+
+    def _cold_bytes(self, layout: HotLayout, life_cycle_id: LifeCycleId, codec: str) -> int:
+        life_cycle = layout.life_cycles[life_cycle_id]
+        pools = layout.slot_bytes[life_cycle.hot_pool_group]
+        if codec == "padding":
+            return sum(-(-size // PADDING_BYTES) * PADDING_BYTES for size in pools)
+        is_whole = codec == "coarse-body" and life_cycle.page_class is PageClass.SINK
+        return -(-sum(pools) // 2) if codec in LOSSY_CODECS and not is_whole else sum(pools)
+
+    def config(self, directory: Path) -> KVCacheManagerConfig:
+        own = [self.host_codec, self.host2_codec, self.disk_codec]
+        sizes = [self.host_blocks, self.host2_blocks, self.disk_blocks]
+        own = [codec for codec, size in zip(own, sizes, strict=True) if size]
+        tiers: list[CacheTierConfig] = [DeviceTierConfig(self.quota_bytes(0, self.hot_blocks))]
+        for level, (medium, size, _) in enumerate(self.cold_levels, start=1):
+            quota, name = self.quota_bytes(level, size), own[level - 1]
+            codec = None if name is None else make_codec(name)
+            if medium == "host":
+                tiers.append(HostTierConfig(quota, codec))
+            else:
+                tiers.append(DiskTierConfig(str(directory), quota, codec))
+        num_groups = len(self.layout.layer_groups)
+        need = KVCacheDesc(2 * self.per_block, self.per_block)
         return KVCacheManagerConfig(
             tokens_per_block=self.per_block,
             cache_tiers=tuple(tiers),
-            layers=layers,
+            layers=layers_of(self.kind, self.per_block),
             max_util_for_resume=self.max_util,
             model_fingerprint=b"pattern",
+            initial_pool_ratio=tuple(range(1, num_groups + 1)) if self.has_pool_ratio else None,
+            constraints=(BatchDesc((need,)),) if self.has_constraints else (),
+            separate_sink_pages=self.separate_sinks,
+            free_watermark=self.watermark,
         )
 
 
@@ -103,19 +207,35 @@ def small_constants(setup: Setup) -> Iterator[None]:
     """Sizes that suit real machines, made small while a manager is built: the page ring, and the
     sequence by which quotas are shared between layer groups.
     """
-    ring, typical = coldpage.staging.MIN_PAGE_RING_BYTES, coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS
-    coldpage.staging.MIN_PAGE_RING_BYTES = 1 if setup.is_ring_tiny else 1 << 16  # type: ignore[misc]
-    coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS = TYPICAL_BLOCKS * setup.per_block  # type: ignore[misc]
+    staging, partition = coldpage.staging, coldpage.layout.partition
+    ring, typical = staging.MIN_PAGE_RING_BYTES, partition.TYPICAL_SEQUENCE_TOKENS
+    staging.MIN_PAGE_RING_BYTES = 1 if setup.is_ring_tiny else 1 << 16  # type: ignore[misc]
+    partition.TYPICAL_SEQUENCE_TOKENS = TYPICAL_BLOCKS * setup.per_block  # type: ignore[misc]
     try:
         yield
     finally:
-        coldpage.staging.MIN_PAGE_RING_BYTES = ring  # type: ignore[misc]
-        coldpage.layout.partition.TYPICAL_SEQUENCE_TOKENS = typical  # type: ignore[misc]
+        staging.MIN_PAGE_RING_BYTES = ring  # type: ignore[misc]
+        partition.TYPICAL_SEQUENCE_TOKENS = typical  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def small_index_chunks() -> Iterator[None]:
+    """Codec calls with indices on the device take few pages each, so that they are cut up."""
+    calls = coldpage.migration.codec_calls
+    largest = calls.MAX_INDEX_BATCH_BYTES
+    calls.MAX_INDEX_BATCH_BYTES = 24  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        calls.MAX_INDEX_BATCH_BYTES = largest  # type: ignore[misc]
 
 
 def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManager:
-    """A manager on the device, with a codec that catches index arrays used too late."""
-    codec = IndexPoisoningCodec(create_default_cold_page_codec())
+    """A manager on the device."""
+    cold = setup.cold_levels
+    is_own = [setup.host_codec, setup.host2_codec, setup.disk_codec]
+    needs_shared = not cold or setup.codec in {c for _, _, c in cold} or not any(is_own)
+    codec = make_codec(setup.codec) if needs_shared else None
     with small_constants(setup):
         return KVCacheManager(setup.config(directory), device=device, codec=codec)
 

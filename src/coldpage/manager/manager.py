@@ -257,6 +257,14 @@ class KVCacheManager:
         finally:
             self._capacity_tokens = self._hot_tokens(1.0)
 
+    def defragment(self, level: CacheLevel = HOT_LEVEL) -> int:
+        """Move pages to the lowest slots of a level, so that neighbours are copied together and a
+        smaller quota finds them out of its way. Pages of active sequences stay where they are.
+        Blocks until it is done; returns how many pages were moved.
+        """
+        self._check_open()
+        return self._storage.defragment(level)
+
     # ------------------------------------------------------------------ time, numbers, end
 
     def poll(self) -> None:

@@ -62,6 +62,27 @@ class Resizing:
             if count > group.slots.num_slots:
                 group.resize(count)
 
+    def defragment(self, level: LevelPools) -> int:
+        """Move pages to the level's lowest slots, as far as no active sequence uses them. Blocks.
+        Returns how many were moved; none where the device rejects it.
+        """
+        self._finish_transfers()
+        num_moved = 0
+        for group in level.groups:
+            stop = group.slots.first_slot + group.slots.num_used
+            beyond = self._movable_beyond(group, stop)[-group.slots.num_free_below(stop) :]
+            if group.slots.num_free_below(stop) and self._move_down(level, group, beyond, stop):
+                num_moved += int(beyond.size)
+        self._moves.synchronize()
+        return num_moved
+
+    def _movable_beyond(self, group: PoolGroup, stop: int) -> Int32Array:
+        """Slots from ``stop`` on whose pages are not locked."""
+        slots = group.slots.owned().astype(np.int32)
+        slots = slots[slots >= stop]
+        is_locked = self._table.num_locks[group.slots.page[slots]] > 0
+        return slots if group.level != HOT_LEVEL else slots[~is_locked]
+
     def _check_locks(self, level: LevelPools, num_slots: Sequence[int]) -> None:
         if level.level != HOT_LEVEL:
             return
@@ -82,7 +103,7 @@ class Resizing:
             surplus = int(num_beyond) - group.slots.num_free_below(stop)
             if surplus > 0:
                 self._evict(level, group, group.slots.num_free + surplus)
-            elif self._compact(level, group, stop):
+            elif self._move_down(level, group, self._movable_beyond(group, stop), stop):
                 break
         else:
             raise DeviceError(
@@ -110,13 +131,13 @@ class Resizing:
             escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
         escalation.make_cold_room(level, group, num_free, Losable.HELD)
 
-    def _compact(self, level: LevelPools, group: PoolGroup, stop: int) -> bool:
-        """Move the pages in slots from ``stop`` on to free slots before it; False when the device
-        rejected that.
+    def _move_down(
+        self, level: LevelPools, group: PoolGroup, beyond: Int32Array, stop: int
+    ) -> bool:
+        """Move the pages in the slots ``beyond`` to free slots before ``stop``; False when the
+        device rejected that.
         """
         slots = group.slots
-        beyond = slots.owned().astype(np.int32)
-        beyond = beyond[beyond >= stop]
         if not beyond.size:
             return True
         pages = slots.page[beyond].copy()

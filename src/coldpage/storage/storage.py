@@ -350,6 +350,10 @@ class Storage:
         self._resizing.resize(self.levels[level], num_slots)
         self.usage.forget(level)
 
+    def defragment(self, level: CacheLevel) -> int:
+        """Move the level's pages to its lowest slots; see ``Resizing``. Blocks."""
+        return self._resizing.defragment(self.levels[level])
+
     def close(self) -> None:
         """Block until no transfer is in flight and nobody's work on the pages is."""
         self.finish_transfers()

@@ -2,7 +2,8 @@
 checked.
 
 What position ``p`` of a sequence holds is derived from the reuse scope, every token up to ``p``,
-the layer and the role, as real K and V are. Work on a stream is launched with the exact bytes it
+the layer and the role, as real K and V are; and from the holes before it that attention skipped
+when it was written. Work on a stream is launched with the exact bytes it
 touches; without a stream the calling thread touches them, and tells the simulated device so.
 """
 
@@ -22,7 +23,7 @@ from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import OutOfPagesError
 from coldpage.manager import KVCacheManager
 from coldpage.page import DEFAULT_PRIORITY
-from coldpage.sequence import KVCache, KVCacheStatus
+from coldpage.sequence import KVCache, KVCacheStatus, OnMissing
 from coldpage.types import (
     NO_SLOT,
     BlockOrdinal,
@@ -51,6 +52,14 @@ def _mix(value: int) -> int:
 
 def _root(scope: ReuseScope) -> int:
     digest = hashlib.sha256(f"{scope.adapter}\0{scope.salt}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _taint(holes: Sequence[BlockOrdinal]) -> int:
+    """What holes before a position change in it; 0 where there are none."""
+    if not holes:
+        return 0
+    digest = hashlib.sha256(repr(holes).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
@@ -107,17 +116,28 @@ class _Piece:
 class PatternEngine:
     """Drives the caches of one manager. ``problems`` holds what was wrong, in sentences; a test
     asserts it is empty after all streams have been synchronised.
+
+    ``view`` is what survives of bytes: both sides go through it before they are compared. None is
+    for lossless codecs.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(
+        self, manager: KVCacheManager, *, view: Callable[[Bytes], Bytes] | None = None
+    ) -> None:
         self.manager = manager
         self.problems: list[str] = []
+        self._view = view
         self._device = manager.device
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Ask for the hot pools again: to be called after each ``resize`` of the hot level."""
         self.buffers = [
             self._buffer(layer, buffer)
-            for layer in manager.config.layers
+            for layer in self.manager.config.layers
             for buffer in layer.buffers
         ]
+        self.layer_groups = sorted({buffer.layer_group_id for buffer in self.buffers})
 
     def _buffer(self, layer: AttentionLayerConfig, buffer: BufferConfig) -> _Buffer:
         per_block = self.manager.tokens_per_block
@@ -138,10 +158,13 @@ class PatternEngine:
         *,
         scope: ReuseScope | None = None,
         priority: Priority = DEFAULT_PRIORITY,
+        on_missing: OnMissing = OnMissing.RECOMPUTE,
     ) -> PatternSequence:
         """A new suspended sequence with what the manager could reuse of ``tokens``."""
         scope = scope or ReuseScope()
-        cache = self.manager.create_kv_cache(tokens, scope=scope, priority=priority)
+        cache = self.manager.create_kv_cache(
+            tokens, scope=scope, priority=priority, on_missing=on_missing
+        )
         return PatternSequence(self, cache, scope, list(tokens[: cache.history_length]))
 
     def report(self, problem: str) -> None:
@@ -156,9 +179,11 @@ class PatternEngine:
 
         def compare() -> None:
             for piece in pieces:
-                found = piece.place.reshape(piece.expected.shape)
-                if not np.array_equal(found, piece.expected):
-                    wrong = np.flatnonzero((found != piece.expected).any(axis=1))
+                found, expected = piece.place.reshape(piece.expected.shape), piece.expected
+                if self._view is not None:
+                    found, expected = self._view(found), self._view(expected)
+                if not np.array_equal(found, expected):
+                    wrong = np.flatnonzero((found != expected).any(axis=1))
                     tokens = (wrong + piece.first_token).tolist()
                     self.report(f"{piece.where}, slot {piece.slot}: wrong bytes of {tokens}")
 
@@ -202,6 +227,8 @@ class PatternSequence:
         self.tokens: list[int] = []  # of every position that has been written
         self._engine = engine
         self._chain: list[int] = []
+        # By layer group what each position was made from: the chain, and the holes there were.
+        self._sources: dict[LayerGroupId, list[int]] = {g: [] for g in engine.layer_groups}
         self._set_tokens(0, tokens)
 
     @property
@@ -216,6 +243,17 @@ class PatternSequence:
             value = _mix((value ^ (token + 1)) * _GOLDEN & _MASK)
             self._chain.append(value)
         self.tokens += tokens
+        taint = _taint(self.cache.holes()) if tokens and start else 0
+        for sources in self._sources.values():
+            sources[start:] = [value ^ taint for value in self._chain[start:]]
+
+    def _recomputed(self, ordinal: BlockOrdinal, layer_groups: set[LayerGroupId]) -> None:
+        """The block has been written again, with the holes that there are now."""
+        per_block = self._engine.manager.tokens_per_block
+        block = slice(ordinal * per_block, min((ordinal + 1) * per_block, len(self.tokens)))
+        taint = _taint([hole for hole in self.cache.holes() if hole < ordinal])
+        for group in layer_groups:
+            self._sources[group][block] = [value ^ taint for value in self._chain[block]]
 
     # ------------------------------------------------------------------ what an engine does
 
@@ -232,7 +270,6 @@ class PatternSequence:
         """
         start = self.cache.history_length
         assert start + len(tokens) <= self.cache.capacity, "not granted"
-        old = self.tokens[start:]
         self._set_tokens(start, tokens)
         pieces = list(self._pieces(start, start + len(tokens)))
         for piece in pieces:
@@ -242,7 +279,7 @@ class PatternSequence:
         try:
             self._engine.write(pieces, self.stream)
         except Exception:
-            self._set_tokens(start, old)
+            self.forget_from(start)
             raise
 
     def step(self, tokens: Sequence[int], *, num_committed: int | None = None) -> bool:
@@ -273,13 +310,16 @@ class PatternSequence:
         filled: list[BlockOrdinal] = []
         missing = self._missing()
         for ordinal in self.cache.missing_blocks():
+            lacking = {group for group, blocks in missing.items() if ordinal in blocks}
+            slots = [int(self.cache.page_indices(group)[ordinal]) for group in lacking]
+            if NO_SLOT in slots:
+                continue  # the next resize gives it pages
+            self._recomputed(ordinal, lacking)
             pieces = [
                 piece
                 for piece in self._block_pieces(ordinal)
-                if ordinal in missing[piece.buffer.layer_group_id]
+                if piece.buffer.layer_group_id in lacking
             ]
-            if any(piece.slot == NO_SLOT for piece in pieces):
-                continue  # a hole: the next resize gives it pages
             self._engine.write(pieces, self.stream)
             self.cache.fill_missing([ordinal])
             filled.append(ordinal)
@@ -287,10 +327,10 @@ class PatternSequence:
 
     def fork(self) -> PatternSequence:
         """A second sequence with the same history."""
-        cache = self.cache.fork()
-        return PatternSequence(
-            self._engine, cache, self.scope, self.tokens[: self.cache.history_length]
-        )
+        cache, history = self.cache.fork(), self.cache.history_length
+        other = PatternSequence(self._engine, cache, self.scope, self.tokens[:history])
+        other._sources = {group: s[:history] for group, s in self._sources.items()}
+        return other
 
     def truncate(self, num_tokens: int) -> None:
         """Forget positions from ``num_tokens`` on."""
@@ -305,7 +345,7 @@ class PatternSequence:
 
     def check(self) -> None:
         """Check the numbers, and read every page of the ready cache that the manager offers and
-        that is not missing. May raise SubmissionError.
+        that is neither missing nor a hole. May raise SubmissionError.
         """
         cache, report = self.cache, self._engine.report
         history = cache.history_length
@@ -315,12 +355,15 @@ class PatternSequence:
             report(f"the committed tokens are {cache.tokens.tolist()}, not {self.tokens}")
         pieces: list[_Piece] = []
         per_block = self._engine.manager.tokens_per_block
-        missing = self._missing()
+        missing, holes = self._missing(), self._holes()
         for ordinal in range(-(-history // per_block)):
             for piece in self._block_pieces(BlockOrdinal(ordinal)):
                 if ordinal in missing[piece.buffer.layer_group_id]:
                     continue
-                if piece.slot != NO_SLOT:
+                if ordinal in holes[piece.buffer.layer_group_id]:
+                    if piece.slot != NO_SLOT:
+                        report(f"{piece.where}: a hole, and it has hot slot {piece.slot}")
+                elif piece.slot != NO_SLOT:
                     pieces.append(piece)
                 elif self._is_visible(piece.buffer.layer, ordinal):
                     report(f"{piece.where}: attention needs the block, and it is not hot")
@@ -336,8 +379,11 @@ class PatternSequence:
         return first < layer.num_sink_tokens or last >= oldest
 
     def _missing(self) -> dict[LayerGroupId, set[BlockOrdinal]]:
-        groups = {buffer.layer_group_id for buffer in self._engine.buffers}
+        groups = self._engine.layer_groups
         return {group: set(self.cache.missing_blocks(group)) for group in groups}
+
+    def _holes(self) -> dict[LayerGroupId, set[BlockOrdinal]]:
+        return {group: set(self.cache.holes(group)) for group in self._engine.layer_groups}
 
     def _block_pieces(self, ordinal: BlockOrdinal) -> Iterator[_Piece]:
         """The written positions of a block."""
@@ -348,10 +394,12 @@ class PatternSequence:
     def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:
         """Positions [start, stop), cut at the ends of blocks, in every buffer."""
         per_block = self._engine.manager.tokens_per_block
-        chain = np.array(self._chain[start:stop], np.uint64)
+        sources = {g: np.array(s[start:stop], np.uint64) for g, s in self._sources.items()}
         for buffer in self._engine.buffers:
             slots: Int32Array = self.cache.page_indices(buffer.layer_group_id)
-            contents = pattern_bytes(chain, buffer.salt, buffer.token_bytes)
+            contents = pattern_bytes(
+                sources[buffer.layer_group_id], buffer.salt, buffer.token_bytes
+            )
             for ordinal in range(start // per_block, -(-stop // per_block)):
                 first = max(start, ordinal * per_block)
                 last = min(stop, (ordinal + 1) * per_block)
