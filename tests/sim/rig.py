@@ -1,0 +1,354 @@
+"""Managers of any configuration on the simulated device, and codecs that say what they were asked.
+
+Where ``Driver`` follows a naive model through random operations, a rig is for scenes in which the
+test knows each step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import coldpage.staging
+from coldpage import (
+    AttentionLayerConfig,
+    DeviceTierConfig,
+    DiskTierConfig,
+    HostTierConfig,
+    KVCacheManager,
+    KVCacheManagerConfig,
+    ReuseScope,
+    SubmissionError,
+    create_default_cold_page_codec,
+)
+from coldpage.codecs import ColdPageCodec, LifeCycleDesc, PoolDesc, PoolGroupDesc
+from coldpage.codecs.base import BlockOrdinals, PageIndices
+from coldpage.config import CacheTierConfig
+from coldpage.device.base import Stream
+from coldpage.device.simulated import SimulatedDevice
+from coldpage.layout import HotLayout, hot_layout
+from coldpage.migration import NUM_SCRATCH_SLOTS
+from coldpage.pools.disk import disk_slot_bytes
+from coldpage.sequence import KVCache, OnMissing
+from coldpage.testing.index_poison import IndexPoisoningCodec
+from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
+from coldpage.types import (
+    HOT_LEVEL,
+    NO_SLOT,
+    ByteRange,
+    CacheLevel,
+    LayerGroupId,
+    LifeCycleId,
+    MemAddress,
+    PoolGroupIndex,
+    PoolIndex,
+    Priority,
+)
+from tests.property.setups import layers_of, simulated
+
+Bytes = npt.NDArray[np.uint8]
+MakeCodec = Callable[[], ColdPageCodec]
+RING_BYTES = 1 << 16
+
+
+class RecordingCodec(IndexPoisoningCodec):
+    """Another codec, each call of which is noted, and rejected when that is planned."""
+
+    def __init__(self, codec: ColdPageCodec) -> None:
+        super().__init__(codec)
+        self.calls: list[tuple[str, int]] = []  # what, and how many pages
+        self.rejections: Counter[str] = Counter()  # of the next calls, by what
+        self.num_passed: Counter[str] = Counter()  # calls before those, by what
+        self.is_closed = False
+
+    def reject(self, what: str, num_times: int = 1, *, after: int = 0) -> None:
+        """Reject that many calls, after some that pass."""
+        self.rejections[what] = num_times
+        self.num_passed[what] = after
+
+    def sizes(self, what: str) -> list[int]:
+        """The pages of each call so far."""
+        return [num_pages for name, num_pages in self.calls if name == what]
+
+    def _note(self, what: str, pages: PageIndices) -> None:
+        if self.num_passed[what] > 0:
+            self.num_passed[what] -= 1
+        elif self.rejections[what] > 0:
+            self.rejections[what] -= 1
+            raise SubmissionError(f"a planned rejection of {what}")
+        self.calls.append((what, int(pages.size)))
+
+    def encode(
+        self,
+        life_cycle_id: LifeCycleId,
+        dst_base: MemAddress,
+        page_indices: PageIndices,
+        stream: Stream,
+        block_ordinals: BlockOrdinals | None,
+    ) -> None:
+        self._note("encode", page_indices)
+        super().encode(life_cycle_id, dst_base, page_indices, stream, block_ordinals)
+
+    def decode(
+        self,
+        life_cycle_id: LifeCycleId,
+        src_base: MemAddress,
+        page_indices: PageIndices,
+        stream: Stream,
+        block_ordinals: BlockOrdinals | None,
+    ) -> None:
+        self._note("decode", page_indices)
+        super().decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
+
+def cold_page_bytes(make: MakeCodec, layout: HotLayout) -> list[int]:
+    """What the codec answers for each life cycle of a layout; it never runs."""
+    groups = []
+    for index, sizes in enumerate(layout.slot_bytes):
+        pools = tuple(
+            PoolDesc(PoolIndex(i), MemAddress(4096), size) for i, size in enumerate(sizes)
+        )
+        members = tuple(
+            LifeCycleDesc(lc.life_cycle_id, lc.layer_group_id, lc.page_class, ())
+            for lc in layout.life_cycles
+            if lc.hot_pool_group == index
+        )
+        groups.append(PoolGroupDesc(PoolGroupIndex(index), 1, pools, members))
+    codec = make()
+    codec.configure(groups)
+    sizes_found = [codec.query_cold_page_bytes(lc.life_cycle_id) for lc in layout.life_cycles]
+    codec.close()
+    return sizes_found
+
+
+class Rig:
+    """A manager with ``hot``, ``host`` and ``disk`` slots for each layer group (0: no such level)
+    and, for the tiers, codecs that are made by the functions given.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        hot: int = 8,
+        host: int = 0,
+        disk: int = 0,
+        kind: str | tuple[AttentionLayerConfig, ...] = "full",
+        per_block: int = 2,
+        max_util: float = 1.0,
+        codec: MakeCodec | None = None,
+        host_codec: MakeCodec | None = None,
+        disk_codec: MakeCodec | None = None,
+        device: SimulatedDevice | None = None,
+        **settings: object,
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
+        self.device = simulated(seed) if device is None else device
+        self.layers = layers_of(kind, per_block) if isinstance(kind, str) else kind
+        self.layout = hot_layout(
+            self.layers, separate_sinks=bool(settings.get("separate_sink_pages"))
+        )
+        self._makes: dict[int, MakeCodec] = {}  # by level
+        self.codecs: dict[str, RecordingCodec] = {}  # by whose it is
+        main = self._take("manager", codec or create_default_cold_page_codec)
+        tiers: list[CacheTierConfig] = [DeviceTierConfig(1)]
+        own: list[RecordingCodec | None] = [None]
+        for name, num_blocks, make in (("host", host, host_codec), ("disk", disk, disk_codec)):
+            if num_blocks:
+                self._makes[len(tiers)] = make or codec or create_default_cold_page_codec
+                own.append(self._take(name, make) if make else None)
+                path = str(Path(self._directory.name) / "disk")
+                tiers.append(HostTierConfig(1) if name == "host" else DiskTierConfig(path, 1))
+        self._tiers = tiers
+        formats = {self._format(c) for c in own[1:] if c is not None}
+        if len(tiers) == 1 or None in own[1:] or codec is not None:
+            formats.add(self._format(main))
+        self.has_scratch = len(formats) > 1
+        ratio = [float(self.layout.page_bytes(LifeCycleId(self._first(g)))) for g in self._groups]
+        defaults: dict[str, object] = {
+            "tokens_per_block": per_block,
+            "layers": self.layers,
+            "max_util_for_resume": max_util,
+            "model_fingerprint": b"pattern",
+            "initial_pool_ratio": tuple(ratio),
+            "cache_tiers": tuple(
+                self._with_quota(level, num_blocks, own[level])
+                for level, num_blocks in enumerate(n for n in (hot, host, disk) if n)
+            ),
+        }
+        config = KVCacheManagerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", RING_BYTES)
+            needs_main = None in own[1:] or len(tiers) == 1 or codec is not None
+            self.manager = KVCacheManager(
+                config, device=self.device, codec=main if needs_main else None
+            )
+        self.engine = PatternEngine(self.manager)
+        self.storage = self.manager._storage
+        self.table = self.storage.table
+        streams = [self.device.create_stream(f"compute {i}") for i in range(2)]
+        self.streams: list[Stream | None] = [None, *streams]
+        self.sequences: list[PatternSequence] = []
+
+    def _take(self, name: str, make: MakeCodec) -> RecordingCodec:
+        self.codecs[name] = RecordingCodec(make())
+        return self.codecs[name]
+
+    @staticmethod
+    def _format(codec: ColdPageCodec) -> tuple[object, ...]:
+        return codec.codec_id, codec.version, codec.parameters
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self.layout.layer_groups))
+
+    def _first(self, layer_group: int) -> int:
+        return layer_group * self.layout.num_classes
+
+    def _with_quota(
+        self, level: int, num_blocks: int, codec: ColdPageCodec | None
+    ) -> CacheTierConfig:
+        tier, quota = self._tiers[level], self.quota(level, num_blocks)
+        if isinstance(tier, DeviceTierConfig):
+            return DeviceTierConfig(quota)
+        if isinstance(tier, HostTierConfig):
+            return HostTierConfig(quota, codec)
+        return DiskTierConfig(tier.path, quota, codec)
+
+    def quota(self, level: int, num_blocks: int) -> int:
+        """The bytes with which a level has so many slots for each layer group."""
+        if level == HOT_LEVEL:
+            hot = [self.layout.page_bytes(LifeCycleId(self._first(g))) for g in self._groups]
+            scratch = sum(sum(sizes) for sizes in self.layout.slot_bytes)
+            return num_blocks * sum(hot) + self.has_scratch * NUM_SCRATCH_SLOTS * scratch
+        sizes = cold_page_bytes(self._makes[level], self.layout)
+        if isinstance(self._tiers[level], DiskTierConfig):
+            sizes = [disk_slot_bytes(size) for size in sizes]
+        return num_blocks * sum(sizes)
+
+    # ------------------------------------------------------------------ acting
+
+    def adopt(self, sequence: PatternSequence) -> PatternSequence:
+        """Close the sequence at the end."""
+        self.sequences.append(sequence)
+        return sequence
+
+    def create(
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        priority: int = 35,
+        on_missing: OnMissing = OnMissing.RECOMPUTE,
+    ) -> PatternSequence:
+        """A new sequence; it has what could be reused of ``tokens``."""
+        cache = self.manager.create_kv_cache(
+            tokens, priority=Priority(priority), on_missing=on_missing
+        )
+        reused = list(tokens[: cache.history_length])
+        return self.adopt(PatternSequence(self.engine, cache, ReuseScope(), reused))
+
+    def resize(self, level: int, num_blocks: int) -> None:
+        """Give a level room for so many blocks."""
+        try:
+            self.manager.resize(CacheLevel(level), self.quota(level, num_blocks))
+        finally:
+            self.engine.buffers = PatternEngine(self.manager).buffers
+
+    def close(self, sequence: PatternSequence) -> None:
+        self.sequences.remove(sequence)
+        sequence.cache.close()
+
+    def poll(self, num_times: int = 10) -> None:
+        """Let the background spill do its work to the end."""
+        for _ in range(num_times):
+            self.manager.poll()
+            self.manager.finish_transfers()
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def used(self) -> list[int]:
+        """Slots in use, by level."""
+        return [level.used_slots for level in self.manager.stats().levels]
+
+    @property
+    def num_lockable_blocks(self) -> int:
+        """Blocks, all of whose pages fit the hot level at once."""
+        groups = self.storage.levels[HOT_LEVEL].groups
+        return min(group.slots.num_slots // group.num_block_pages for group in groups)
+
+    def pages(self, sequence: PatternSequence, layer_group: int = 0) -> list[int]:
+        """The page of each block, 0 where there is none."""
+        pages: list[int] = sequence.cache._table.pages[layer_group].tolist()
+        return pages
+
+    def levels_of(self, sequence: PatternSequence, layer_group: int = 0) -> list[int]:
+        """For each block the bits of the levels that have its page."""
+        present: list[int] = self.table.present[self.pages(sequence, layer_group)].tolist()
+        return present
+
+    def contents(self, cache: KVCache, layer_group: int = 0) -> dict[int, Bytes]:
+        """The bytes of each hot page, block by block, which the calling thread reads now."""
+        slots = cache.page_indices(LayerGroupId(layer_group)).tolist()
+        buffers = [b for b in self.engine.buffers if b.layer_group_id == layer_group]
+        found: dict[int, Bytes] = {}
+        for block, slot in enumerate(slots):
+            if slot == NO_SLOT:
+                continue
+            places = [buffer.array[slot] for buffer in buffers]
+            ranges = [ByteRange(MemAddress(p.ctypes.data), p.size) for p in places]
+            self.device.host_access(reads=ranges)
+            found[block] = np.concatenate(places)
+        return found
+
+    def check(self) -> None:
+        """Everything that must hold after every step."""
+        self.manager.check_integrity()
+        assert not self.device.violations, "\n".join(map(str, self.device.violations))
+        assert not self.engine.problems, "\n".join(self.engine.problems)
+
+    def finish(self) -> None:
+        """Close everything, use every hot slot once more, and look for leaks."""
+        self.device._world.planned_failures.clear()
+        self.device.faults.is_io_held = False
+        for codec in self.codecs.values():
+            codec.rejections.clear()
+        while self.sequences:
+            self.close(self.sequences[-1])
+        self.poll(2)
+        self.check()
+        num_in_tree = sum(
+            len(self.manager._tree.pages_of(LayerGroupId(group))) for group in self._groups
+        )
+        assert self.table.num_pages == num_in_tree, "a page that nobody holds has not been freed"
+        self._fill_hot_level()
+        self.manager.close()
+        for stream in self.streams[1:]:
+            assert stream is not None
+            stream.synchronize()
+        self.device.close()
+        assert not self.device.violations, "\n".join(map(str, self.device.violations))
+        assert not self.engine.problems, "\n".join(self.engine.problems)
+        self.abandon()
+
+    def _fill_hot_level(self) -> None:
+        cache = self.manager.create_kv_cache()
+        assert cache.resume()
+        num_blocks = self.num_lockable_blocks
+        assert cache.resize(num_blocks * self.manager.tokens_per_block), "hot slots have leaked"
+        cache.close()
+        self.check()
+
+    def abandon(self) -> None:
+        """Free what a failed test leaves behind."""
+        self._directory.cleanup()
