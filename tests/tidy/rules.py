@@ -10,6 +10,21 @@ from tests.tidy.tree import Module, Tree
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 BANNED_MODULE_NAMES = frozenset({"utils", "util", "common", "helpers", "core", "misc"})
+# Where pages of several levels meet.
+ROOMS_WITHOUT_INDICES = frozenset(
+    {
+        "page",
+        "eviction",
+        "copy_engine",
+        "events",
+        "migration",
+        "storage",
+        "block_table",
+        "prefix",
+        "sequence",
+    }
+)
+POOL_GROUP_INDEX_NAMES = frozenset({"PoolGroupIndex", "pool_group_of", "hot_pool_group", "index"})
 BROAD = frozenset({"Exception", "BaseException"})
 
 
@@ -86,6 +101,28 @@ def missing_docstrings(tree: Tree) -> list[str]:
                 for method in _abstract_methods(node)
                 if not ast.get_docstring(method)
             ]
+    return breaches
+
+
+def loose_pool_group_indices(tree: Tree) -> list[str]:
+    """A pool-group index means something on one level only. Above the pools, groups are objects of
+    their level, so that no two indices of different levels can be compared.
+    """
+    breaches = []
+    for module in tree.package:
+        if module.room.partition(".")[0] not in ROOMS_WITHOUT_INDICES:
+            continue
+        called = {id(n.func) for n in ast.walk(module.syntax) if isinstance(n, ast.Call)}
+        for node in ast.walk(module.syntax):
+            name = ""
+            if isinstance(node, ast.Name):
+                name = node.id
+            elif isinstance(node, ast.Attribute) and id(node) not in called:
+                name = node.attr
+            if name in POOL_GROUP_INDEX_NAMES:
+                breaches.append(
+                    f"{tree.place(module, node.lineno)} uses {name}: pass the PoolGroup itself"
+                )
     return breaches
 
 

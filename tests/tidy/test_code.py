@@ -16,6 +16,7 @@ RULES: tuple[Callable[[Tree], list[str]], ...] = (
     rules.vague_names,
     rules.missing_exports,
     rules.missing_docstrings,
+    rules.loose_pool_group_indices,
     rules.silent_excepts,
     layers.homeless_modules,
     layers.upward_imports,
@@ -57,6 +58,11 @@ BREACHES: tuple[tuple[Callable[[Tree], list[str]], dict[str, str], str], ...] = 
             + 'class Page:\n    """A."""\n    @abc.abstractmethod\n    def f(self): ...\n'
         },
         "Page.f is abstract",
+    ),
+    (
+        rules.loose_pool_group_indices,
+        {"src/coldpage/storage.py": GOOD + "x = hot.index == cold_index\n"},
+        "uses index: pass the PoolGroup itself",
     ),
     (
         rules.silent_excepts,

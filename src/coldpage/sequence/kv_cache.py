@@ -416,8 +416,6 @@ class KVCache:
             entries[:, list(outcome.dropped)] = True
             self._release(self._table.make_holes(entries))
             self._storage.events.totals["masked_pages"] += int(entries.sum())
-            # Writing was granted for blocks with pages only.
-            self._writable_from = min(self._writable_from, self._table.num_blocks)
         return outcome
 
     # ------------------------------------------------------------------ content
