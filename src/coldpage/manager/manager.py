@@ -328,9 +328,11 @@ class KVCacheManager:
         self._check_thread()
         self._storage.close()
         self._is_closed = True
-        self._builder.close()
-        if self._owns_device:
-            self.device.close()
+        try:
+            self._builder.close()
+        finally:
+            if self._owns_device:
+                self.device.close()
 
     def __enter__(self) -> KVCacheManager:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
@@ -37,8 +38,10 @@ class TierCodecs:
             if own is not None and not any(own is taken for taken in self._taken):
                 error = self._take(own) or error
         if error is not None:
-            self.close()
-            raise error
+            try:
+                self.close()
+            finally:
+                raise error
 
     def _take(self, codec: object | None) -> Exception | None:
         """Also after an error the others are consumed: what was given is given."""
@@ -50,8 +53,9 @@ class TierCodecs:
 
     @property
     def num_formats(self) -> int:
-        """How many cold formats there are between them."""
-        return len({(c.codec_id, c.version, c.parameters) for c in self._taken})
+        """How many cold formats the tiers have between them. Asked before any codec is checked."""
+        in_use = [self._of_tier(index) for index in range(1, len(self._own))]
+        return len({f"{getattr(c, 'codec_id', None)}/{c.version}/{c.parameters}" for c in in_use})
 
     def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
         """Configure each and check its answers. Raises CodecError."""
@@ -69,14 +73,19 @@ class TierCodecs:
 
     @property
     def all(self) -> tuple[ConfiguredCodec, ...]:
-        """One for each format."""
-        return tuple({id(c): c for c in self._configured.values()}.values())
+        """One for each format of the tiers. A codec that no tier uses is not among them."""
+        in_use = [self.of_tier(index) for index in range(1, len(self._own))]
+        return tuple({id(codec): codec for codec in in_use}.values())
 
     def of_tier(self, index: int) -> ConfiguredCodec:
         """The codec of a cold tier."""
+        return self._configured[id(self._of_tier(index))]
+
+    def _of_tier(self, index: int) -> ColdPageCodec:
         own = self._own[index]
         codec = self._shared if own is None else own
-        return self._configured[id(codec)]
+        assert isinstance(codec, ColdPageCodec), "what is no codec was refused"
+        return codec
 
     @property
     def provenance(self) -> bytes:
@@ -85,6 +94,7 @@ class TierCodecs:
         return "\0".join(lossy).encode("utf-8", "surrogatepass") if lossy else EXACT_PROVENANCE
 
     def close(self) -> None:
-        """Close each codec, in reverse order."""
-        for codec in reversed(self._taken):
-            codec.close()
+        """Close each codec, in reverse order; one that raises leaves none of the others open."""
+        with contextlib.ExitStack() as stack:
+            for codec in self._taken:
+                stack.callback(codec.close)
