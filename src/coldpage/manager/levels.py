@@ -107,18 +107,22 @@ class LevelBuilder:
 
     def _build_hot(self) -> None:
         counts = self._quotas.hot_slots(self._config.cache_tiers[0].quota_bytes)
+        # Before the slots: of too large a quota the device says so in a sentence.
+        pools = [
+            tuple(
+                self._memory(self._num_scratch + count, size, MemoryKind.DEVICE) for size in sizes
+            )
+            for count, sizes in zip(counts, self.layout.slot_bytes, strict=True)
+        ]
         groups = tuple(
             PoolGroup(
                 CacheLevel(0),
                 PoolGroupIndex(index),
                 SlotAllocator(count, self._num_scratch),
-                tuple(
-                    self._memory(self._num_scratch + count, size, MemoryKind.DEVICE)
-                    for size in sizes
-                ),
+                pool,
                 len(self.layout.layer_groups_of(PoolGroupIndex(index))),
             )
-            for index, (count, sizes) in enumerate(zip(counts, self.layout.slot_bytes, strict=True))
+            for index, (count, pool) in enumerate(zip(counts, pools, strict=True))
         )
         group_of = tuple(lc.hot_pool_group for lc in self.layout.life_cycles)
         self._add_level(CacheLevel(0), groups, group_of, None)
