@@ -11,16 +11,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coldpage.config import (
     AttentionLayerConfig,
+    BatchDesc,
     BufferConfig,
     CacheTierConfig,
     DeviceTierConfig,
     DiskTierConfig,
     HostTierConfig,
+    KVCacheDesc,
     KVCacheManagerConfig,
 )
 from coldpage.device.base import MemoryKind
@@ -34,6 +37,7 @@ from coldpage.errors import (
     WrongThreadError,
 )
 from coldpage.manager import KVCacheManager
+from coldpage.testing.example_codecs import CoarseCodec
 from coldpage.types import BufferRole, LayerId
 
 _SOURCES = Path(__file__).resolve().parents[2] / "src"
@@ -53,8 +57,9 @@ def _config(
     *cold: CacheTierConfig,
     hot_bytes: int = _MIB,
     layers: tuple[AttentionLayerConfig, ...] = _LAYERS,
+    **settings: Any,
 ) -> KVCacheManagerConfig:
-    return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), layers)
+    return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), layers, **settings)
 
 
 def _open_files() -> list[str]:
@@ -136,6 +141,32 @@ def test_the_smallest_hot_level_holds_one_block_and_can_lock_it() -> None:
         cache.close()
 
 
+@pytest.mark.parametrize(
+    "cold", [(), (HostTierConfig(_MIB), HostTierConfig(_MIB, CoarseCodec()))], ids=["", "scratch"]
+)
+def test_hot_pool_groups_say_where_hot_arrays_are(cold: tuple[CacheTierConfig, ...]) -> None:
+    """Also for codecs of two formats, whose scratch slots come first and are part of the pools."""
+    layers = (_layer(0, 100, None), _layer(1, 100, 9000), _layer(2, 60, None), _layer(3, 8, 7))
+    with KVCacheManager(_config(*cold, layers=layers)) as manager:
+        groups = manager.hot_pool_groups()
+        assert [g.pool_group_index for g in groups] == list(range(len(groups)))
+        seen = set()
+        for group, stats in zip(groups, manager.stats().levels[0].pool_groups, strict=True):
+            assert tuple(lc.life_cycle_id for lc in group.life_cycles) == stats.life_cycles
+            assert group.num_slots == stats.total_slots + (4 if cold else 0)
+            for buffer in (b for lc in group.life_cycles for b in lc.buffers):
+                array = manager.hot_array(buffer.buffer_id.layer_id, buffer.buffer_id.role)
+                pool = group.pools[buffer.pool_index]
+                assert array.ctypes.data == pool.base_address + buffer.offset_bytes
+                assert array.shape == (group.num_slots, buffer.num_bytes)
+                assert array.strides == (pool.slot_bytes, 1)
+                seen.add(buffer.buffer_id)
+        assert len(seen) == 8
+        del array
+    with pytest.raises(ClosedError):
+        manager.hot_pool_groups()
+
+
 # ---------------------------------------------------------------------- failure
 
 _Make = Callable[[Path], KVCacheManagerConfig]
@@ -169,30 +200,60 @@ _FAILURES: dict[str, tuple[_Make, type[ColdpageError], str]] = {
     "hot too small": (
         lambda path: _config(hot_bytes=12_287),
         ConfigurationError,
-        "the hot tier of 12,287 bytes can not hold one block of 16 tokens: "
-        "a block takes 12,288 bytes; give it at least 12,288 bytes",
+        "the hot tier of 12,287 bytes can not hold the pages it must (1 of 8,192 bytes, "
+        "1 of 4,096 bytes): give it at least 12,288 bytes",
     ),
     "host too small": (
         lambda path: _config(HostTierConfig(12_287)),
         ConfigurationError,
-        "a cold tier of 12,287 bytes can not hold one page of each kind; "
-        "give it at least 12,288 bytes, or leave the tier out",
+        "the host tier of 12,287 bytes can not hold the pages it must (1 of 8,192 bytes, "
+        "1 of 4,096 bytes): give it at least 12,288 bytes",
     ),
     "disk too small": (
         lambda path: _config(HostTierConfig(_MIB), DiskTierConfig(str(path), 20_479)),
         ConfigurationError,
-        "a cold tier of 20,479 bytes can not hold one page of each kind; "
-        "give it at least 20,480 bytes, or leave the tier out",
+        "the disk tier of 20,479 bytes can not hold the pages it must (1 of 12,288 bytes, "
+        "1 of 8,192 bytes): give it at least 20,480 bytes",
+    ),
+    "a second host tier too small": (
+        lambda path: _config(HostTierConfig(_MIB), HostTierConfig(1)),
+        ConfigurationError,
+        "the host2 tier of 1 bytes can not hold the pages it must (1 of 8,192 bytes, "
+        "1 of 4,096 bytes): give it at least 12,288 bytes",
+    ),
+    "hot too small beside scratch slots": (
+        lambda path: _config(
+            HostTierConfig(_MIB, CoarseCodec()), HostTierConfig(_MIB), hot_bytes=61_439
+        ),
+        ConfigurationError,
+        "the hot tier (less 49,152 bytes for changing between codecs) of 12,287 bytes can not hold "
+        "the pages it must (1 of 8,192 bytes, 1 of 4,096 bytes): give it at least 12,288 bytes",
+    ),
+    "hot too small for a constraint": (
+        lambda path: _config(
+            hot_bytes=40_959,
+            constraints=(BatchDesc((KVCacheDesc(50, 0),)),),
+            max_util_for_resume=1.0,
+        ),
+        ConfigurationError,
+        "the hot tier of 40,959 bytes can not hold the pages it must (4 of 8,192 bytes, "
+        "4 of 4,096 bytes): give it at least 49,152 bytes",
+    ),
+    "a ratio for other layers": (
+        lambda path: _config(initial_pool_ratio=(1.0,)),
+        ConfigurationError,
+        "initial_pool_ratio has 1 shares for 2 layer groups (0: layer 0 with no window; "
+        "1: layer 1 with a window of 9000 tokens): give one share for each, in this order",
     ),
     "more memory than there is": (
         lambda path: _config(hot_bytes=1 << 60),
         DeviceError,
-        "the host has no 768,614,336,404,561,920 bytes to give ({why}): make the tiers smaller",
+        "the host has no {why} bytes to give ({why}): make the tiers smaller",
     ),
     "more host memory than there is": (
         lambda path: _config(HostTierConfig(1 << 60)),
         DeviceError,
-        "the host has no 768,614,336,404,561,920 bytes to give ({why}): make the tiers smaller",
+        "the host has no {why} bytes to give ({why}): make the tiers smaller",
     ),
     "below a file": (
         _below_a_file,
