@@ -16,7 +16,7 @@ from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools
-from coldpage.storage.copies import BAD_DISK, PageCopies
+from coldpage.storage.copies import BAD_DISK, PLANNED, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.resizing import Resizing
 from coldpage.storage.usage import UsageSamples
@@ -250,6 +250,8 @@ class Storage:
     def _drop_planned(self, pages: Int32Array) -> None:
         if pages.size:
             self.events.totals["planned_drops"] += int(pages.size)
+            # Of what had been lost before, observers know.
+            self.events.lost(pages[~self.table.is_missing[pages]], PLANNED)
             self.copies.forget(pages)
 
     def prefetch(self, pages: Int32Array, level: LevelPools) -> None:
