@@ -1,11 +1,12 @@
 """One manager under test: operations on numbered sequences, and after each of them every check.
 
-The naive model keeps the tokens of each sequence and which whole-block prefixes were ever
-committed; from these follows what the manager must say and what it may reuse.
+The naive model keeps the tokens and the holes of each sequence, and which whole-block prefixes were
+ever committed; from these follows what the manager must say and what it may reuse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,9 +16,18 @@ from coldpage import KVCacheManager, ReuseScope, SubmissionError
 from coldpage.device.base import Stream
 from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
 from coldpage.errors import OutOfPagesError
-from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
-from coldpage.types import BlockOrdinal, CacheLevel, LayerGroupId, Priority
-from tests.property.setups import ROOMY_BLOCKS, Setup, build_manager, simulated
+from coldpage.sequence import DroppedBlocks, OnMissing
+from coldpage.testing.pattern_engine import Bytes, PatternEngine, PatternSequence
+from coldpage.types import NO_SLOT, BlockOrdinal, CacheLevel, HalfOpenRange, LayerGroupId, Priority
+from tests.property.levels import Levels
+from tests.property.setups import (
+    ROOMY_BLOCKS,
+    Setup,
+    build_manager,
+    simulated,
+    small_index_chunks,
+)
+from tests.property.watcher import Watcher
 
 SCOPES = (ReuseScope(), ReuseScope(salt="another tenant"))
 NUM_STREAMS = 3
@@ -26,8 +36,16 @@ MAX_TOKENS = 40
 # How often work that luck refuses is tried again.
 MAX_TRIES = 200
 MAX_WAITS = 2000
+# Operations between looks at the whole prefix tree, which is large.
+TREE_PERIOD = 8
 
 Prefix = tuple[int, ...]
+
+
+def high_bits(pages: Bytes) -> Bytes:
+    """What the lossy codecs keep."""
+    kept: Bytes = pages & 0xF0
+    return kept
 
 
 class Driver:
@@ -35,22 +53,32 @@ class Driver:
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.setup = setup
+        self._patches = contextlib.ExitStack()
+        if setup.is_ring_tiny:
+            self._patches.enter_context(small_index_chunks())
         self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
         self.device: SimulatedDevice = simulated(seed)
         self.manager: KVCacheManager = build_manager(
             setup, self.device, Path(self._directory.name) / "disk"
         )
-        self.engine = PatternEngine(self.manager)
+        self.engine = PatternEngine(self.manager, view=high_bits if setup.is_lossy else None)
+        self.watcher = Watcher(self.manager)
+        self.levels = Levels(setup, self.manager)
         self.streams: list[Stream | None] = [None]
         self.streams += [self.device.create_stream(f"compute {i}") for i in range(NUM_STREAMS - 1)]
         self.sequences: list[PatternSequence] = []
         self.operations: Counter[str] = Counter()
         self._committed: dict[ReuseScope, set[Prefix]] = {scope: set() for scope in SCOPES}
+        # Prefixes that vanish when nobody holds them.
+        self._planned: dict[ReuseScope, set[Prefix]] = {scope: set() for scope in SCOPES}
         self._missing: dict[PatternSequence, set[BlockOrdinal]] = {}
+        self._holes: dict[PatternSequence, set[BlockOrdinal]] = {}
+        self._with_holes: set[PatternSequence] = set()  # whose losses become holes
         # Where each sequence was ready; it must say so again as long as its pages did not change.
         self._ready: set[PatternSequence] = set()
         self._had_failures = False
         self._num_lost = 0
+        self._num_checks = 0
 
     # ------------------------------------------------------------------ faults
 
@@ -83,12 +111,22 @@ class Driver:
 
     # ------------------------------------------------------------------ operations
 
-    def create(self, tokens: Sequence[int], scope: ReuseScope, priority: int = 35) -> None:
+    def create(
+        self,
+        tokens: Sequence[int],
+        scope: ReuseScope,
+        priority: int = 35,
+        on_missing: OnMissing = OnMissing.RECOMPUTE,
+    ) -> None:
         if len(self.sequences) >= MAX_SEQUENCES:
             return
         self.operations["create"] += 1
-        sequence = self.engine.create(tokens, scope=scope, priority=Priority(priority))
+        sequence = self.engine.create(
+            tokens, scope=scope, priority=Priority(priority), on_missing=on_missing
+        )
         self.sequences.append(sequence)
+        if on_missing is OnMissing.HOLE:
+            self._with_holes.add(sequence)
         cache = sequence.cache
         matched, per_block = cache.num_committed_tokens, self.setup.per_block
         assert matched == cache.history_length == cache.capacity
@@ -101,20 +139,26 @@ class Driver:
             default=0,
         )
         assert matched <= best, f"matched {matched} of {best} committed tokens"
+        kept = self._committed[scope] - self._planned[scope]
+        sure = 0
+        while tuple(tokens[: sure + per_block]) in kept and sure + per_block <= len(tokens):
+            sure += per_block
         if self.setup.kind == "full" and self.nothing_was_lost():
-            assert matched == best, f"matched only {matched} of {best} committed tokens"
-        self._missing[sequence] = set()
+            assert matched >= sure, f"matched only {matched} of {sure} committed tokens"
+        self._missing[sequence], self._holes[sequence] = set(), set()
         assert cache.missing_blocks() == [], "a match of blocks that are missing"
+        assert cache.holes() == [], "a match of blocks that are holes"
         self.check()
 
     def adopt(self, sequence: PatternSequence) -> PatternSequence:
         """Check a sequence that a test has made and drives itself, and close it at the end."""
         self.sequences.append(sequence)
         self._missing[sequence] = set(sequence.cache.missing_blocks())
+        self._holes[sequence] = set(sequence.cache.holes())
         return sequence
 
     def nothing_was_lost(self) -> bool:
-        totals = self.manager.stats().totals
+        totals = self.manager._storage.events.totals
         return not (totals.get("dropped_pages", 0) or totals.get("lost_held_pages", 0))
 
     def resume(self, index: int, stream_index: int) -> None:
@@ -179,7 +223,7 @@ class Driver:
             assert (cache.capacity, cache.history_length) == (capacity, kept)
             if kept < before[1]:
                 sequence.forget_from(kept)
-                self._accept_new_holes(sequence)
+                self._went_back(sequence)
         else:
             self.operations["resize refused"] += 1
             assert (cache.capacity, cache.history_length, cache.num_blocks) == before
@@ -192,7 +236,7 @@ class Driver:
         if self.setup.kind != "full":
             return False
         num_blocks = -(-capacity // self.setup.per_block) + sequence.cache.num_blocks
-        return self._fits_after(sequence, num_blocks, self.setup.hot_blocks)
+        return self._fits_after(sequence, num_blocks, self.levels.blocks[0])
 
     def ready(self, index: int) -> bool:
         """Wait for the sequence and recompute what is missing; whether it is active."""
@@ -265,8 +309,9 @@ class Driver:
         stop = cache.num_committed_tokens + num_new
         cache.commit(sequence.tokens[cache.num_committed_tokens : stop])
         assert cache.num_committed_tokens == stop
-        # A missing block, and what was written for it, is not for others.
-        for block in range(stop // per_block):
+        # What was computed with holes before it is not for others.
+        num_shared = min([stop // per_block, *self._holes[sequence]])
+        for block in range(num_shared):
             self._committed[sequence.scope].add(tuple(sequence.tokens[: (block + 1) * per_block]))
 
     def fork(self, index: int) -> None:
@@ -280,6 +325,10 @@ class Driver:
         assert cache.num_committed_tokens == sequence.cache.num_committed_tokens
         self.sequences.append(other)
         self._missing[other] = set(cache.missing_blocks())
+        self._holes[other] = set(self._holes[sequence])
+        assert set(cache.holes()) == self._holes[other], "a fork has the same holes"
+        if sequence in self._with_holes:
+            self._with_holes.add(other)
         self.check()
 
     def truncate(self, index: int, num_tokens: int) -> None:
@@ -291,21 +340,98 @@ class Driver:
         sequence.truncate(num_tokens)
         assert cache.history_length == cache.capacity == num_tokens
         assert cache.num_committed_tokens == committed
-        self._accept_new_holes(sequence)
+        self._went_back(sequence)
         self._ready.discard(sequence)
         self.check()
 
-    def _accept_new_holes(self, sequence: PatternSequence) -> None:
-        """Going back makes blocks visible that a sliding window had given up."""
+    def _went_back(self, sequence: PatternSequence) -> None:
+        """A hole that will be written again is none, and what is left of it is missing. Blocks may
+        be visible now that a sliding window had given up.
+        """
+        cache = sequence.cache
+        reopened = BlockOrdinal(cache.history_length // self.setup.per_block)
+        holes = self._holes[sequence]
+        if reopened in holes:
+            self._missing[sequence].add(reopened)
+        self._holes[sequence] = {hole for hole in holes if hole < reopened}
         if self.setup.has_windows:
-            self._missing[sequence] = set(sequence.cache.missing_blocks())
+            self._missing[sequence] = set(cache.missing_blocks())
+            if sequence in self._with_holes:
+                self._holes[sequence] |= set(cache.holes())
+
+    def drop_blocks(self, index: int, start: int, stop: int) -> None:
+        """Whole blocks of the positions become holes; nothing else changes, for nobody."""
+        self.operations["drop blocks"] += 1
+        sequence, per_block = self.sequences[index], self.setup.per_block
+        cache = sequence.cache
+        expected = self._dropped(start, stop, cache.history_length)
+        numbers = (
+            cache.num_committed_tokens,
+            cache.history_length,
+            cache.capacity,
+            cache.num_blocks,
+        )
+        others = [i for i in range(len(self.sequences)) if i != index]
+        before = {i: self.page_indices(i) for i in (index, *others)}
+        assert cache.drop_blocks(HalfOpenRange(start, stop)) == expected
+        assert numbers == (
+            cache.num_committed_tokens,
+            cache.history_length,
+            cache.capacity,
+            cache.num_blocks,
+        )
+        for row, old in zip(self.page_indices(index), before[index], strict=True):
+            for block, (slot, old_slot) in enumerate(zip(row, old, strict=True)):
+                is_gone = block in expected.dropped
+                assert slot == (NO_SLOT if is_gone else old_slot)
+        assert before == {**before, **{i: self.page_indices(i) for i in others}}, "not its own"
+        self._holes[sequence] |= set(expected.dropped)
+        self._missing[sequence] -= set(expected.dropped)
+        assert self._holes[sequence] <= set(cache.holes())
+        assert all(hole < cache.history_length // per_block for hole in cache.holes())
+        self._ready.discard(sequence)
+        self.check()
+
+    def _dropped(self, start: int, stop: int, history: int) -> DroppedBlocks:
+        """By the positions themselves."""
+        per_block = self.setup.per_block
+        named = set(range(max(0, start), min(stop, history)))
+        blocks = sorted({position // per_block for position in named})
+        places = {b: set(range(b * per_block, (b + 1) * per_block)) for b in blocks}
+        return DroppedBlocks(
+            tuple(BlockOrdinal(b) for b in blocks if places[b] <= named),
+            tuple(BlockOrdinal(b) for b in blocks if not places[b] <= named),
+        )
+
+    def plan_drop(self, index: int, first_block: int) -> None:
+        self.operations["plan drop"] += 1
+        sequence, per_block = self.sequences[index], self.setup.per_block
+        sequence.cache.plan_drop(first_block)
+        for block in range(first_block, sequence.cache.num_committed_tokens // per_block):
+            self._planned[sequence.scope].add(tuple(sequence.tokens[: (block + 1) * per_block]))
+        self.check()
+
+    def resize_level(self, level: int, num_blocks: int) -> None:
+        if not self.levels.can_resize(level):
+            return
+        self.operations["resize level"] += 1
+        outcome = self.levels.resize(
+            level, num_blocks, self.sequences, had_failures=self._had_failures
+        )
+        self.operations[f"resize level: {outcome}"] += 1
+        if level == 0:
+            self.engine.refresh()
+        self.check()
+
+    def take_peaks(self, level: int) -> None:
+        self.operations["take peaks"] += 1
+        self.levels.take_peaks(level)
 
     def prefetch(self, index: int, level: int) -> None:
         sequence = self.sequences[index]
         if not sequence.is_active:
             self.operations["prefetch"] += 1
-            num_levels = len(self.manager.config.cache_tiers)
-            sequence.cache.prefetch(CacheLevel(min(level, num_levels - 1)))
+            sequence.cache.prefetch(CacheLevel(min(level, len(self.levels) - 1)))
             self.check()
 
     def close_sequence(self, index: int) -> None:
@@ -313,6 +439,8 @@ class Driver:
         sequence = self.sequences.pop(index)
         sequence.cache.close()
         self._missing.pop(sequence)
+        self._holes.pop(sequence)
+        self._with_holes.discard(sequence)
         self._ready.discard(sequence)
         self.check()
 
@@ -331,6 +459,10 @@ class Driver:
         """Everything that must hold after every operation."""
         self.manager.check_integrity()
         self._check_losses()
+        self.levels.note_usage()
+        self._num_checks += 1
+        if self._num_checks % TREE_PERIOD == 0:
+            self.watcher.check()
         for sequence in self.sequences:
             if sequence in self._ready:
                 # Another sequence may have recomputed a page that both share: then it waits again.
@@ -343,10 +475,13 @@ class Driver:
     def assert_clean(self) -> None:
         assert not self.device.violations, "\n".join(map(str, self.device.violations))
         assert not self.engine.problems, "\n".join(self.engine.problems)
+        assert not self.watcher.problems, "\n".join(self.watcher.problems)
 
     def _check_losses(self) -> None:
-        """Blocks go missing only if the manager has counted a loss."""
-        num_lost = self.manager.stats().totals.get("lost_held_pages", 0)
+        """Blocks go missing, or become holes where losses do, only if the manager has counted a
+        loss.
+        """
+        num_lost = self.manager._storage.events.totals.get("lost_held_pages", 0)
         was_loss = num_lost > self._num_lost
         self._num_lost = num_lost
         for sequence, known in self._missing.items():
@@ -354,8 +489,22 @@ class Driver:
             if now - known:
                 assert was_loss, f"blocks {now - known} went missing and no loss was counted"
             self._missing[sequence] = now
+            self._check_holes(sequence, was_loss=was_loss)
         roomy = self.setup.disk_blocks >= ROOMY_BLOCKS and not self._had_failures
         assert not (num_lost and roomy), "a page was lost although the disk had room"
+
+    def _check_holes(self, sequence: PatternSequence, *, was_loss: bool) -> None:
+        now, known = set(sequence.cache.holes()), self._holes[sequence]
+        if sequence not in self._with_holes:
+            assert now == known, f"holes {now}, not {known}"
+            return
+        assert known <= now, f"holes {known - now} have been filled"
+        assert was_loss or now == known, f"holes {now - known} and no loss was counted"
+        self._holes[sequence] = now
+        num_full = sequence.cache.history_length // self.setup.per_block
+        is_whole = sequence.cache.history_length % self.setup.per_block == 0
+        last = set() if is_whole else {num_full}
+        assert self._missing[sequence] <= last, "a full block is missing where it should be a hole"
 
     # ------------------------------------------------------------------ the end
 
@@ -369,6 +518,8 @@ class Driver:
         self.manager.poll()
         self.manager.finish_transfers()
         self.check()
+        self.watcher.check()
+        self.assert_clean()
         stats = self.manager.stats()
         num_in_tree = sum(
             len(self.manager._tree.pages_of(group.layer_group_id))
@@ -383,10 +534,11 @@ class Driver:
                 stream.synchronize()
         self.device.close()
         self.assert_clean()
-        self._directory.cleanup()
+        self.abandon()
 
     def abandon(self) -> None:
         """Free what a failed test leaves behind."""
+        self._patches.close()
         self._directory.cleanup()
 
     def _fill_hot_level(self) -> None:

@@ -24,7 +24,7 @@ LEVELS = {
     "host": (6, 0),
     "disk": (0, 6),
     "host and disk": (5, 6),
-    "much host": (20, 4),
+    "much host": (14, 4),
     "much disk": (5, ROOMY_BLOCKS),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from coldpage.sequence import OnMissing
 from tests.property.driver import MAX_TOKENS, NUM_STREAMS, SCOPES, Driver
 
 # Few prompts, of few tokens, so that prefixes are shared.
@@ -40,6 +41,10 @@ class Walk:
             (3, self._fork),
             (4, self._truncate),
             (4, self._prefetch),
+            (2, self._drop_blocks),
+            (1, self._plan_drop),
+            (3, self._resize_level),
+            (1, self._take_peaks),
             (3, self._close),
             (5, driver.poll),
             (4, driver.wait),
@@ -71,7 +76,8 @@ class Walk:
     def _create(self) -> None:
         tokens = prompt_of(self.rng, self.rng.randrange(MAX_TOKENS // 2))
         scope = SCOPES[self.rng.random() < 0.25]
-        self.driver.create(tokens, scope, self.rng.choice([35, 35, 10]))
+        on_missing = OnMissing.HOLE if self.rng.random() < 0.2 else OnMissing.RECOMPUTE
+        self.driver.create(tokens, scope, self.rng.choice([35, 35, 10]), on_missing)
 
     def _resume(self) -> None:
         index = self._index(active=False)
@@ -132,7 +138,32 @@ class Walk:
     def _prefetch(self) -> None:
         index = self._index(active=False)
         if index is not None:
-            self.driver.prefetch(index, self.rng.randrange(3))
+            self.driver.prefetch(index, self.rng.randrange(len(self.driver.levels)))
+
+    def _drop_blocks(self) -> None:
+        index = self._index()
+        if index is not None:
+            history = self.driver.sequences[index].cache.history_length
+            per_block = self.driver.setup.per_block
+            start = self.rng.randrange(history + 1)
+            if self.rng.random() < 0.5:
+                start -= start % per_block
+            self.driver.drop_blocks(index, start, start + self.rng.randrange(3 * per_block))
+
+    def _plan_drop(self) -> None:
+        index = self._index()
+        if index is not None:
+            self.driver.plan_drop(index, self.rng.randrange(4))
+
+    def _resize_level(self) -> None:
+        """Most often back and forth between the first size and half or twice as much."""
+        level = self.rng.randrange(len(self.driver.levels))
+        first = self.driver.setup.blocks[level]
+        factor = self.rng.choice([0.5, 1, 1, 2, 0.75, self.rng.uniform(0, 4.2)])
+        self.driver.resize_level(level, int(first * factor))
+
+    def _take_peaks(self) -> None:
+        self.driver.take_peaks(self.rng.randrange(len(self.driver.levels)))
 
     def _close(self) -> None:
         index = self._index()
