@@ -268,6 +268,18 @@ class Rig:
         self.sequences.remove(sequence)
         sequence.cache.close()
 
+    def flip_on_disk(self, cache: KVCache) -> list[int]:
+        """Flip a bit of each blob of the cache on disk; returns the blocks concerned."""
+        self.manager.finish_transfers()
+        blobs = cache.blobs_on_disk()
+        for blob in blobs:
+            with blob.path.open("r+b") as file:
+                file.seek(blob.offset_bytes + 5)
+                (byte,) = file.read(1)
+                file.seek(blob.offset_bytes + 5)
+                file.write(bytes([byte ^ 4]))
+        return sorted({int(blob.ordinal) for blob in blobs})
+
     def poll(self, num_times: int = 10) -> None:
         """Let the background spill do its work to the end."""
         for _ in range(num_times):

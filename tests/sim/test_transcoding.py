@@ -242,6 +242,26 @@ def test_a_rejected_prefetch_leaves_the_pages_on_disk(
     assert sequence.cache.missing_blocks() == []
 
 
+def test_a_blob_that_does_not_verify_is_not_transcoded(
+    build: Build, pair: tuple[MakeCodec, MakeCodec]
+) -> None:
+    rig = build(hot=6, host=4, disk=40, host_codec=pair[0], disk_codec=pair[1])
+    sequence = suspended(rig, prompt(4))
+    sent_to_disk(rig, sequence)
+    assert rig.flip_on_disk(sequence.cache) == [0, 1, 2, 3]
+    used = rig.used[1]
+    num_calls = len(rig.codecs["disk"].sizes("decode"))
+    for _ in range(2):  # as many at a time as there is room for
+        sequence.cache.prefetch(CacheLevel(1))
+        rig.manager.finish_transfers()
+    assert len(rig.codecs["disk"].sizes("decode")) == num_calls
+    lost = totals(rig, "read_misses")
+    assert 0 < lost == len(sequence.cache.missing_blocks())
+    assert rig.manager.stats().levels[2].quarantined_slots == lost
+    assert rig.used[1] <= used
+    rig.check()
+
+
 # A codec that loses something
 
 
