@@ -56,6 +56,17 @@ def unknown_targets(text: str, makefile: str) -> set[str]:
     return set(re.findall(r"\bmake ([a-z][a-z-]*)", f"{fenced}\n{inline}")) - targets
 
 
+def unknown_tests(text: str, root: Path) -> set[str]:
+    """Test files, and tests or classes in them, that ``text`` names and ``root`` does not have."""
+    unknown = set()
+    for place, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?[`:\[]", text):
+        file = root / place
+        defined = rf"^ *(?:def|class) {name}\b|^{name} ="
+        if not file.exists() or not re.search(defined, file.read_text(), re.MULTILINE):
+            unknown.add(f"{place}::{name}")
+    return unknown
+
+
 def missing_sections(decision: str) -> list[str]:
     """Sections of a decision record that are absent or empty."""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", decision, re.MULTILINE | re.DOTALL))
@@ -115,6 +126,11 @@ def test_an_example_runs_as_printed(example: str, tmp_path: Path) -> None:
     assert result.stdout.splitlines() == re.findall(r"# prints (.*)$", example, re.MULTILINE)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_named_tests_exist(document: Path) -> None:
+    assert unknown_tests(document.read_text(encoding="utf-8"), REPOSITORY) == set()
+
+
 def test_readme_has_an_example() -> None:
     assert any(name.startswith("README.md") for name, _ in python_blocks())
 
@@ -124,6 +140,10 @@ def test_the_checks_above_bite(tmp_path: Path) -> None:
     page.write_text("# One\n[a](page.md#one) [b](gone.md) [c](#two) [d](https://x.y)\n")
     assert broken_links(page) == ["gone.md", "#two"]
     assert unknown_targets("`make cake`\n```\nmake test\n```\n", "test:\n") == {"cake"}
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def test_b() -> None: ...\n")
+    named = "`tests/test_a.py::test_b` `tests/test_a.py::test_c` `tests/test_d.py`"
+    assert unknown_tests(named, tmp_path) == {"tests/test_a.py::test_c", "tests/test_d.py::"}
     assert missing_sections("## Status\nok\n## Context\n\n## Decision\nx\n") == [
         "Context",
         "Consequences",
