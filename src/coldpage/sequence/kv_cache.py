@@ -414,6 +414,7 @@ class KVCache:
         if outcome.dropped:
             entries = np.zeros(self._table.pages.shape, np.bool_)
             entries[:, list(outcome.dropped)] = True
+            entries &= ~self._table.is_hole
             self._release(self._table.make_holes(entries))
             self._storage.events.totals["masked_pages"] += int(entries.sum())
         return outcome
