@@ -23,7 +23,6 @@ from coldpage import (
     HostTierConfig,
     KVCacheManager,
     KVCacheManagerConfig,
-    ReuseScope,
     SubmissionError,
     create_default_cold_page_codec,
 )
@@ -251,18 +250,16 @@ class Rig:
         on_missing: OnMissing = OnMissing.RECOMPUTE,
     ) -> PatternSequence:
         """A new sequence; it has what could be reused of ``tokens``."""
-        cache = self.manager.create_kv_cache(
-            tokens, priority=Priority(priority), on_missing=on_missing
+        return self.adopt(
+            self.engine.create(tokens, priority=Priority(priority), on_missing=on_missing)
         )
-        reused = list(tokens[: cache.history_length])
-        return self.adopt(PatternSequence(self.engine, cache, ReuseScope(), reused))
 
     def resize(self, level: int, num_blocks: int) -> None:
         """Give a level room for so many blocks."""
         try:
             self.manager.resize(CacheLevel(level), self.quota(level, num_blocks))
         finally:
-            self.engine.buffers = PatternEngine(self.manager).buffers
+            self.engine.refresh()
 
     def close(self, sequence: PatternSequence) -> None:
         self.sequences.remove(sequence)
