@@ -329,6 +329,7 @@ def test_a_loss_while_it_comes_back_from_disk_becomes_a_hole(build: Build) -> No
     assert rig.flip_on_disk(sequence.cache) == [0, 1, 2, 3]
     assert sequence.resume()
     sequence.cache.synchronize()
+    assert rig.used[0] == 0, "nothing is to be recomputed"
     assert sequence.cache.holes() == [0, 1, 2, 3]
     assert sequence.cache.missing_blocks() == []
     assert totals(rig, "read_misses") == totals(rig, "masked_pages") == 4
