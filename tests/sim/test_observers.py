@@ -67,7 +67,10 @@ def test_a_block_is_stored_when_it_is_full_with_its_key_parent_and_tokens(build:
     ]
     assert all(block_key(e.parent_key, e.tokens) == e.block_key for e in log.stored)
     assert {event.layer_group_ids for event in log.stored} == {(0, 1)}
-    filled(rig, tokens)  # they are known
+    filled(rig, tokens)  # all of it reused
+    twin = rig.create()
+    assert twin.resume()
+    assert twin.step(tokens)  # computed again, and known
     assert len(log.stored) == 3
     other = filled(rig, [*tokens[:4], 9, 9])
     assert [event.block_key for event in log.stored[3:]] == [other.cache.block_keys[2]]
@@ -226,11 +229,13 @@ def test_a_planned_drop_of_cold_pages_frees_every_level(build: Build) -> None:
 
 def test_what_is_not_committed_has_no_drop_to_plan(build: Build) -> None:
     rig = build(hot=8)
-    sequence = suspended(rig, prompt(3), num_committed=2)
+    tokens = prompt(3)
+    sequence = filled(rig, tokens, num_committed=2)
     sequence.cache.plan_drop()
+    sequence.cache.commit(tokens[2:])
     rig.close(sequence)
     assert totals(rig, "planned_drops") == 1
-    assert rig.used == [0]
+    assert rig.used == [2], "the later blocks were committed after that"
 
 
 # No cost
