@@ -15,7 +15,7 @@ _Entries = npt.NDArray[np.bool_]  # [num_layer_groups, num_blocks]
 
 
 class Coverage:
-    """Questions about one block table. Pure, but for ``make_holes`` and ``fill_from``."""
+    """Questions about one block table, pure, and the few changes that follow from them."""
 
     def __init__(self, context: SequenceContext, table: BlockTable) -> None:
         self._context = context
@@ -58,6 +58,19 @@ class Coverage:
         padded = np.zeros(self._table.pages.shape, np.bool_)
         padded[:, : entries.shape[1]] = entries
         return self._table.make_holes(padded)
+
+    def leave_missing_after_holes(self) -> Int32Array:
+        """Let go of lost pages after a hole that others share, and return them: what this sequence
+        recomputes there is not what their tokens say.
+        """
+        table, is_hole = self._context.storage.table, self._table.is_hole.any(axis=0)
+        first = int(is_hole.argmax()) if is_hole.any() else is_hole.size
+        entries = self._table.pages[:, first:]
+        is_shared = (table.num_refs[entries] > 1) | (table.node[entries] != 0)
+        is_left = table.is_missing[entries] & is_shared
+        left: Int32Array = entries[is_left]
+        entries[is_left] = NO_PAGE
+        return left
 
     def fill_from(self, history_length: int) -> None:
         """The block that position ``history_length`` falls into, and all after it, will be written:

@@ -197,6 +197,7 @@ class KVCache:
     def _fill_lacking(self, history_length: int) -> bool:
         """Give blank pages, marked missing, to blocks that should have one and have none."""
         self._leave_missing_tail(history_length)
+        self._release(self._coverage.leave_missing_after_holes())
         lacking = self._coverage.lacking(history_length)
         if not lacking.any():
             return True
@@ -271,6 +272,8 @@ class KVCache:
         """Let the pages migrate. Never fails. ``capacity`` shrinks to ``history_length``."""
         self._check_status(KVCacheStatus.ACTIVE, "suspend")
         self._cut_capacity(self._history_length)
+        # A page that no query will see is not worth moving, nor room at the next resume.
+        self._release_stale()
         self._protect()
         self._storage.unlock(self._table.live_pages(), self._stream)
         self._status = KVCacheStatus.SUSPENDED
@@ -417,6 +420,8 @@ class KVCache:
             entries &= ~self._table.is_hole
             self._release(self._table.make_holes(entries))
             self._storage.events.totals["masked_pages"] += int(entries.sum())
+            # Lost pages after them may be others' too, and are no longer this sequence's to fill.
+            self._is_ready = False
         return outcome
 
     # ------------------------------------------------------------------ content
@@ -500,6 +505,8 @@ class KVCache:
             is_hot = (self._storage.table.present[pages] & HOT_BIT) != 0
             self._storage.moves.order_after(pages[is_hot], self._stream)
         self._writable_from = self._table.num_blocks
+        if self._table.is_hole.any():
+            self._is_ready = False  # as after ``drop_blocks``
         return other
 
     def prefetch(self, level: CacheLevel = HOT_LEVEL) -> None:

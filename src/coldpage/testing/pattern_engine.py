@@ -95,10 +95,15 @@ class _Piece:
     """Positions of one block in one buffer, and what they hold."""
 
     buffer: _Buffer
+    ordinal: BlockOrdinal
     slot: int
     first_token: int  # in the block
     expected: Bytes  # [num_tokens, token_bytes]
-    where: str
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return f"block {self.ordinal} of {self.buffer.name}"
 
     @property
     def place(self) -> Bytes:
@@ -354,19 +359,18 @@ class PatternSequence:
         if cache.tokens.tolist() != self.tokens[: cache.num_committed_tokens]:
             report(f"the committed tokens are {cache.tokens.tolist()}, not {self.tokens}")
         pieces: list[_Piece] = []
-        per_block = self._engine.manager.tokens_per_block
         missing, holes = self._missing(), self._holes()
-        for ordinal in range(-(-history // per_block)):
-            for piece in self._block_pieces(BlockOrdinal(ordinal)):
-                if ordinal in missing[piece.buffer.layer_group_id]:
-                    continue
-                if ordinal in holes[piece.buffer.layer_group_id]:
-                    if piece.slot != NO_SLOT:
-                        report(f"{piece.where}: a hole, and it has hot slot {piece.slot}")
-                elif piece.slot != NO_SLOT:
-                    pieces.append(piece)
-                elif self._is_visible(piece.buffer.layer, ordinal):
-                    report(f"{piece.where}: attention needs the block, and it is not hot")
+        for piece in self._pieces(0, history):
+            layer_group, ordinal = piece.buffer.layer_group_id, piece.ordinal
+            if ordinal in missing[layer_group]:
+                continue
+            if ordinal in holes[layer_group]:
+                if piece.slot != NO_SLOT:
+                    report(f"{piece.where}: a hole, and it has hot slot {piece.slot}")
+            elif piece.slot != NO_SLOT:
+                pieces.append(piece)
+            elif self._is_visible(piece.buffer.layer, ordinal):
+                report(f"{piece.where}: attention needs the block, and it is not hot")
         self._engine.read(pieces, self.stream)
 
     def _is_visible(self, layer: AttentionLayerConfig, ordinal: int) -> bool:
@@ -405,8 +409,8 @@ class PatternSequence:
                 last = min(stop, (ordinal + 1) * per_block)
                 yield _Piece(
                     buffer,
+                    BlockOrdinal(ordinal),
                     int(slots[ordinal]),
                     first - ordinal * per_block,
                     contents[first - start : last - start],
-                    f"block {ordinal} of {buffer.name}",
                 )
