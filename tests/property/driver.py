@@ -16,6 +16,7 @@ from coldpage import KVCacheManager, ReuseScope, SubmissionError
 from coldpage.device.base import Stream
 from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
 from coldpage.errors import OutOfPagesError
+from coldpage.events import level_names
 from coldpage.sequence import DroppedBlocks, OnMissing
 from coldpage.testing.pattern_engine import Bytes, PatternEngine, PatternSequence
 from coldpage.types import NO_SLOT, BlockOrdinal, CacheLevel, HalfOpenRange, LayerGroupId, Priority
@@ -31,7 +32,6 @@ from tests.property.watcher import Watcher
 
 SCOPES = (ReuseScope(), ReuseScope(salt="another tenant"))
 NUM_STREAMS = 3
-MAX_SEQUENCES = 6
 MAX_TOKENS = 40
 # How often work that luck refuses is tried again.
 MAX_TRIES = 200
@@ -118,7 +118,7 @@ class Driver:
         priority: int = 35,
         on_missing: OnMissing = OnMissing.RECOMPUTE,
     ) -> None:
-        if len(self.sequences) >= MAX_SEQUENCES:
+        if len(self.sequences) >= self.setup.max_sequences:
             return
         self.operations["create"] += 1
         sequence = self.engine.create(
@@ -315,7 +315,7 @@ class Driver:
             self._committed[sequence.scope].add(tuple(sequence.tokens[: (block + 1) * per_block]))
 
     def fork(self, index: int) -> None:
-        if len(self.sequences) >= MAX_SEQUENCES:
+        if len(self.sequences) >= self.setup.max_sequences:
             return
         self.operations["fork"] += 1
         sequence = self.sequences[index]
@@ -372,7 +372,8 @@ class Driver:
             cache.num_blocks,
         )
         others = [i for i in range(len(self.sequences)) if i != index]
-        before = {i: self.page_indices(i) for i in (index, *others)}
+        before = {i: self._filled_indices(i) for i in others}
+        own = self.page_indices(index)
         assert cache.drop_blocks(HalfOpenRange(start, stop)) == expected
         assert numbers == (
             cache.num_committed_tokens,
@@ -380,11 +381,11 @@ class Driver:
             cache.capacity,
             cache.num_blocks,
         )
-        for row, old in zip(self.page_indices(index), before[index], strict=True):
+        for row, old in zip(self.page_indices(index), own, strict=True):
             for block, (slot, old_slot) in enumerate(zip(row, old, strict=True)):
                 is_gone = block in expected.dropped
                 assert slot == (NO_SLOT if is_gone else old_slot)
-        assert before == {**before, **{i: self.page_indices(i) for i in others}}, "not its own"
+        assert before == {i: self._filled_indices(i) for i in others}, "not its own"
         self._holes[sequence] |= set(expected.dropped)
         self._missing[sequence] -= set(expected.dropped)
         assert self._holes[sequence] <= set(cache.holes())
@@ -402,6 +403,15 @@ class Driver:
             tuple(BlockOrdinal(b) for b in blocks if places[b] <= named),
             tuple(BlockOrdinal(b) for b in blocks if not places[b] <= named),
         )
+
+    def _filled_indices(self, index: int) -> list[list[int]]:
+        """The hot slots that hold something: blank ones come and go with whoever locks them."""
+        cache = self.sequences[index].cache
+        rows = self.page_indices(index)
+        for group, row in enumerate(rows):
+            for block in cache.missing_blocks(LayerGroupId(group)):
+                row[block] = NO_SLOT
+        return rows
 
     def plan_drop(self, index: int, first_block: int) -> None:
         self.operations["plan drop"] += 1
@@ -421,6 +431,19 @@ class Driver:
         self.operations[f"resize level: {outcome}"] += 1
         if level == 0:
             self.engine.refresh()
+        self.check()
+
+    def defragment(self, level: int) -> None:
+        """Pages move to lower slots; those of active sequences stay where they are."""
+        self.operations["defragment"] += 1
+        active = [i for i, sequence in enumerate(self.sequences) if sequence.is_active]
+        before = [self.page_indices(i) for i in active]
+        self.operations["defragment moved pages"] += self.manager.defragment(CacheLevel(level))
+        for index, rows in zip(active, before, strict=True):
+            for row, old_row in zip(self.page_indices(index), rows, strict=True):
+                # What was on its way has arrived meanwhile.
+                stays = [slot for slot, old in zip(row, old_row, strict=True) if old != NO_SLOT]
+                assert stays == [slot for slot in old_row if slot != NO_SLOT], "moved in use"
         self.check()
 
     def take_peaks(self, level: int) -> None:
@@ -551,6 +574,25 @@ class Driver:
             sequence.check()
         sequence.cache.close()
         self.manager.check_integrity()
+
+    def device_counts(self) -> dict[str, int]:
+        counts = self.device.counts
+        return {
+            "device: failed submissions": counts.failed_submissions,
+            "device: failed I/O jobs": counts.failed_io_jobs,
+            "device: late I/O jobs": counts.delayed_io_jobs,
+        }
+
+    def transcoded_paths(self) -> dict[str, int]:
+        """Pages moved between cold levels of different codecs."""
+        names = level_names([tier.tier for tier in self.manager.config.cache_tiers])
+        moved = self.final_stats.moved_pages
+        return {
+            f"{source}-{target} (transcoded)": moved.get(f"{source}-{target}", 0)
+            for i, source in enumerate(names)
+            for j, target in enumerate(names)
+            if i != j and self.setup.is_transcoded(i, j)
+        }
 
     def page_indices(self, index: int) -> list[list[int]]:
         cache = self.sequences[index].cache

@@ -116,6 +116,7 @@ class Setup:
     watermark: float = 0.0
     has_constraints: bool = False
     has_pool_ratio: bool = False
+    max_sequences: int = 6
 
     @property
     def has_windows(self) -> bool:
@@ -143,6 +144,11 @@ class Setup:
     @property
     def num_formats(self) -> int:
         return len({_FORMATS.get(codec, codec) for _, _, codec in self.cold_levels})
+
+    def is_transcoded(self, source: int, target: int) -> bool:
+        """Whether pages change their form between two levels."""
+        formats = [_FORMATS.get(codec, codec) for _, _, codec in self.cold_levels]
+        return source > 0 and target > 0 and formats[source - 1] != formats[target - 1]
 
     @property
     def layout(self) -> HotLayout:

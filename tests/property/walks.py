@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 from coldpage.sequence import OnMissing
@@ -30,6 +31,7 @@ class Walk:
         self.driver = driver
         self.rng = random.Random(seed)
         self.with_faults = with_faults
+        self.operations: Counter[str] = Counter()  # those that did something, by kind
         self._choices: list[tuple[int, Callable[[], None]]] = [
             (6, self._create),
             (10, self._resume),
@@ -44,20 +46,30 @@ class Walk:
             (2, self._drop_blocks),
             (1, self._plan_drop),
             (3, self._resize_level),
+            (1, self._defragment),
             (1, self._take_peaks),
             (3, self._close),
             (5, driver.poll),
             (4, driver.wait),
             (2, self._ready),
         ]
+        if with_faults:
+            self._choices.append((1, self._fail_next_submission))
 
     def run(self, num_operations: int) -> None:
+        """Until so many operations have been done; a choice that fits nothing is none."""
         works = [work for _, work in self._choices]
         weights = [weight for weight, _ in self._choices]
-        for number in range(num_operations):
-            if self.with_faults and number % FAULT_PERIOD == 0:
+        done = self.driver.operations
+        while num_operations > 0:
+            if self.with_faults and num_operations % FAULT_PERIOD == 0:
                 self._change_faults()
-            self.rng.choices(works, weights)[0]()
+            before = done.total()
+            work = self.rng.choices(works, weights)[0]
+            work()
+            if done.total() > before:
+                self.operations[work.__name__.strip("_").replace("_", " ")] += 1
+                num_operations -= 1
 
     def _change_faults(self) -> None:
         rng = self.rng
@@ -156,11 +168,20 @@ class Walk:
             self.driver.plan_drop(index, self.rng.randrange(4))
 
     def _resize_level(self) -> None:
-        """Most often back and forth between the first size and half or twice as much."""
+        """Most often back and forth between the first size and a part of it."""
         level = self.rng.randrange(len(self.driver.levels))
         first = self.driver.setup.blocks[level]
-        factor = self.rng.choice([0.5, 1, 1, 2, 0.75, self.rng.uniform(0, 4.2)])
+        if self.driver.levels.blocks[level] != first and self.rng.random() < 0.7:
+            self.driver.resize_level(level, first)
+            return
+        factor = self.rng.choice([0.25, 0.5, 0.5, 0.75, 2, self.rng.uniform(0, 4.2)])
         self.driver.resize_level(level, int(first * factor))
+
+    def _defragment(self) -> None:
+        self.driver.defragment(self.rng.randrange(len(self.driver.levels)))
+
+    def _fail_next_submission(self) -> None:
+        self.driver.fail_next_submission(self.rng.choice(["offload", "onboard"]))
 
     def _take_peaks(self) -> None:
         self.driver.take_peaks(self.rng.randrange(len(self.driver.levels)))

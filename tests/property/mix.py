@@ -1,0 +1,141 @@
+"""The fixed mix of operations, over managers of every shape, and the table of what it did.
+
+A run is a list of walks: one for each manager below and each seed, the odd ones with faults.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.property.driver import Driver
+from tests.property.setups import ROOMY_BLOCKS, Setup
+from tests.property.walks import Walk
+
+SETUPS = {
+    "one codec, four levels": Setup(
+        "full", 2, 8, 12, 24, host2_blocks=12, codec="position-device", is_ring_tiny=True
+    ),
+    "a codec each, four levels": Setup(
+        "full",
+        2,
+        8,
+        12,
+        24,
+        host2_blocks=12,
+        host2_codec="padding",
+        disk_codec="device-index",
+        is_ring_tiny=True,
+    ),
+    "a codec each, windows": Setup(
+        "mixed", 2, 10, 12, 24, host2_blocks=12, host_codec="position", disk_codec="padding"
+    ),
+    "transcoded to disk": Setup("full", 2, 8, 10, 24, disk_codec="padding", separate_sinks=True),
+    "one codec, three levels": Setup("full", 3, 8, 10, 24, codec="slow", is_ring_tiny=True),
+    "sinks apart, sizes": Setup(
+        "mixed-sizes", 2, 10, 10, 20, codec="padding", separate_sinks=True, has_constraints=True
+    ),
+    "lossy, sinks whole": Setup(
+        "mixed", 2, 8, 10, 20, codec="coarse-body", separate_sinks=True, watermark=0.2
+    ),
+    "lossy on disk": Setup("full", 2, 8, 8, 20, disk_codec="coarse", max_util=1.0),
+    "disk only": Setup("full", 3, 8, 0, 20, codec="device-index", watermark=0.1),
+    "disk only, roomy": Setup(
+        "mixed-sizes", 2, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True
+    ),
+    "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
+    "nothing cold": Setup("full", 2, 10),
+}
+
+
+class Task(NamedTuple):
+    """One walk."""
+
+    name: str
+    seed: int
+    num_operations: int
+
+
+@dataclass
+class Report:
+    """What walks did. ``paths`` are pages moved, ``transcoded`` those that changed their codec."""
+
+    seed: int
+    operations: Counter[str] = field(default_factory=Counter)
+    details: Counter[str] = field(default_factory=Counter)
+    paths: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Report) -> None:
+        self.operations.update(other.operations)
+        self.details.update(other.details)
+        self.paths.update(other.paths)
+        self.totals.update(other.totals)
+
+    @property
+    def num_operations(self) -> int:
+        return self.operations.total()
+
+    def table(self) -> str:
+        lines = [f"seed {self.seed}: {self.num_operations:,} operations"]
+        columns = {
+            "operations": self.operations,
+            "of which": self.details,
+            "pages moved": self.paths,
+            "totals": self.totals,
+        }
+        for title, counts in columns.items():
+            lines.append(f"  {title}:")
+            lines += [f"    {name:<28}{counts[name]:>12,}" for name in sorted(counts)]
+        return "\n".join(lines)
+
+
+def walk(task: Task) -> Report:
+    """One walk from its first operation to the last check of its manager."""
+    driver = Driver(SETUPS[task.name], task.seed)
+    try:
+        steps = Walk(driver, task.seed, with_faults=task.seed % 2 == 1)
+        steps.run(task.num_operations)
+        driver.finish()
+    except BaseException as error:
+        error.add_note(f"repeat it with walk({task!r})")
+        raise
+    finally:
+        driver.abandon()
+    stats = driver.final_stats
+    report = Report(task.seed, steps.operations, driver.operations)
+    report.paths.update(stats.moved_pages)
+    report.totals.update(stats.totals)
+    report.totals.update(driver.device_counts())
+    # Between levels of different codecs a path is another one.
+    report.paths.update(driver.transcoded_paths())
+    return report
+
+
+def tasks_of(seed: int, num_operations: int, operations_a_walk: int) -> list[Task]:
+    """Walks over all managers in turn, of so many operations together."""
+    names = list(SETUPS)
+    tasks: list[Task] = []
+    while num_operations > 0:
+        round_index, index = divmod(len(tasks), len(names))
+        length = min(operations_a_walk, num_operations)
+        tasks.append(Task(names[index], 1000 * seed + 2 * round_index + index % 2, length))
+        num_operations -= length
+    return tasks
+
+
+def run(seed: int, tasks: Sequence[Task], num_processes: int = 1) -> Report:
+    """All walks, on one or more processes, and the sum of what they did."""
+    report = Report(seed)
+    if num_processes == 1:
+        for task in tasks:
+            report.add(walk(task))
+        return report
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(num_processes) as pool:
+        for part in pool.imap_unordered(walk, tasks):
+            report.add(part)
+    return report
