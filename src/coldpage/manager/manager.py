@@ -260,7 +260,7 @@ class KVCacheManager:
     def defragment(self, level: CacheLevel = HOT_LEVEL) -> int:
         """Move pages to the lowest slots of a level, so that neighbours are copied together and a
         smaller quota finds them out of its way. Pages of active sequences stay where they are.
-        Blocks until it is done; returns how many pages were moved.
+        Blocks until nothing else is in flight; returns how many pages were moved.
         """
         self._check_open()
         return self._storage.defragment(level)

@@ -48,9 +48,9 @@ class Resizing:
     def resize(self, level: LevelPools, num_slots: Sequence[int]) -> None:
         """Have ``num_slots[i]`` slots in the level's pool group ``i``. Blocks until it is done.
 
-        Raises UsageError, changing nothing, when locked pages lie in what would be cut off; and
-        DeviceError or StorageError when the device rejects the moves or has no room to grow, with
-        every pool group whole, at its old size or its new one.
+        Raises UsageError, changing nothing, when locked pages lie in what would be cut off or would
+        have no room; and DeviceError or StorageError when the device rejects the moves or has no
+        room to grow, with every pool group whole, at its old size or its new one.
         """
         self._check_locks(level, num_slots)
         self._finish_transfers()
@@ -63,8 +63,9 @@ class Resizing:
                 group.resize(count)
 
     def defragment(self, level: LevelPools) -> int:
-        """Move pages to the level's lowest slots, as far as no active sequence uses them. Blocks.
-        Returns how many were moved; none where the device rejects it.
+        """Move pages to the level's lowest slots, as far as no active sequence uses them. Blocks
+        until nothing else is in flight; the copies are ordered by events. Returns how many were
+        moved; none where the device rejects it.
         """
         self._finish_transfers()
         num_moved = 0
@@ -73,7 +74,6 @@ class Resizing:
             beyond = self._movable_beyond(group, stop)[-group.slots.num_free_below(stop) :]
             if group.slots.num_free_below(stop) and self._move_down(level, group, beyond, stop):
                 num_moved += int(beyond.size)
-        self._moves.synchronize()
         return num_moved
 
     def _movable_beyond(self, group: PoolGroup, stop: int) -> Int32Array:
@@ -95,6 +95,14 @@ class Resizing:
                 f"{num_in_the_way} pages of active sequences lie in the part of the hot level that "
                 "would be cut off: suspend those sequences first"
             )
+        # Where a device rejects moves, locked pages have no slot for a while, and will want one.
+        locked = np.flatnonzero(self._table.num_locks)
+        num_locked = level.count(self._table.life_cycle[locked])
+        if (num_locked > np.array(num_slots)).any():
+            raise UsageError(
+                f"active sequences need {int(num_locked.sum())} slots of the hot level: suspend "
+                "some of them first"
+            )
 
     def _shrink(self, level: LevelPools, group: PoolGroup, num_slots: int) -> None:
         stop = group.slots.first_slot + num_slots
@@ -110,8 +118,7 @@ class Resizing:
                 f"the device keeps rejecting the moves that would make the {level.name} level "
                 "smaller: it keeps its size; try again later"
             )
-        self._moves.synchronize()
-        # Sequences that have let go of the pages there may still be at work on their own streams.
+        # Copies from there, and work on their own streams of sequences that have let go of it.
         for event in self._moves.ready.outstanding(group.slots.event[stop:]):
             event.synchronize()
         group.resize(num_slots)
