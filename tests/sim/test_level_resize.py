@@ -144,6 +144,23 @@ def test_active_pages_in_the_way_are_named_and_nothing_changes(build: Build) -> 
     all_come_back(rig, low, high)
 
 
+def test_active_pages_that_have_no_slot_now_will_want_one(build: Build) -> None:
+    rig = build(hot=8, disk=8)
+    sequence = suspended(rig, prompt(4, 1))
+    push_out(rig, 8)
+    rig.device.fail_next_submission("onboard", 3)  # each attempt of the read
+    assert sequence.resume()
+    rig.manager.finish_transfers()
+    assert rig.used[HOT] == 0
+    with pytest.raises(UsageError, match="need 4 slots"):
+        rig.resize(HOT, 3)
+    assert slots(rig, HOT) == [8]
+    rig.resize(HOT, 4)
+    sequence.cache.synchronize()
+    sequence.check()
+    assert sequence.cache.missing_blocks() == []
+
+
 def test_a_callers_stream_that_still_works_on_released_pages(build: Build) -> None:
     for seed in range(10):
         rig = build(seed=seed, hot=8, host=8)
@@ -194,6 +211,55 @@ def test_a_quota_that_holds_nothing_or_more_than_there_is(build: Build) -> None:
         rig.resize(HOT, 17)  # growable memory has its limit
     rig.check()
     assert rig.manager.num_hot_blocks * PER_BLOCK == rig.manager._hot_tokens(1.0)
+    all_come_back(rig, sequence)
+
+
+@pytest.mark.parametrize("is_active", [False, True])
+def test_defragmented_pages_lie_lowest(build: Build, is_active: bool) -> None:
+    for seed in range(3):
+        rig = build(seed=seed, hot=8, kind="mixed-sizes", host=8)
+        low = filled(rig, prompt(4, 1), num_committed=0)
+        sequence = filled(rig, prompt(4, 2), stream=rig.streams[1])
+        if not is_active:
+            sequence.cache.suspend()
+        rig.close(low)
+        places = sequence.cache.page_indices(0).tolist()
+        num_moved = rig.manager.defragment()
+        assert moves(rig, "hot-hot") == num_moved
+        if is_active:
+            assert sequence.cache.page_indices(0).tolist() == places
+            sequence.check()
+            sequence.cache.suspend()
+            assert rig.manager.defragment() > 0
+        else:
+            assert num_moved >= 4
+        for group in rig.storage.levels[HOT].groups:
+            owned = group.slots.owned().tolist()
+            assert owned == list(range(len(owned)))
+        assert rig.manager.defragment() == 0
+        all_come_back(rig, sequence)
+
+
+def test_a_defragmentation_that_the_device_rejects(build: Build) -> None:
+    rig = build(hot=8)
+    sequence = in_the_upper_part(rig, 4)
+    places = sequence.cache.page_indices(0).tolist()
+    rig.device.fail_next_submission("onboard")
+    assert rig.manager.defragment() == 0
+    assert sequence.cache.page_indices(0).tolist() == places
+    rig.check()
+    assert rig.manager.defragment() == 4
+    all_come_back(rig, sequence)
+
+
+@pytest.mark.parametrize("cold", [{"host": 8}, {"disk": 8}])
+def test_defragmented_cold_levels(build: Build, cold: dict[str, int]) -> None:
+    rig = build(hot=4, **cold)
+    low, sequence = suspended(rig, prompt(4, 1), num_committed=0), suspended(rig, prompt(4, 2))
+    push_out(rig, 4)
+    rig.close(low)
+    assert rig.manager.defragment(CacheLevel(1)) == 4
+    assert rig.storage.levels[1].groups[0].slots.owned().tolist() == [0, 1, 2, 3]
     all_come_back(rig, sequence)
 
 
