@@ -189,9 +189,13 @@ class Rig:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", RING_BYTES)
             needs_main = None in own[1:] or len(tiers) == 1 or codec is not None
-            self.manager = KVCacheManager(
-                config, device=self.device, codec=main if needs_main else None
-            )
+            try:
+                self.manager = KVCacheManager(
+                    config, device=self.device, codec=main if needs_main else None
+                )
+            except BaseException:
+                self.abandon()
+                raise
         self.engine = PatternEngine(self.manager)
         self.storage = self.manager._storage
         self.table = self.storage.table
