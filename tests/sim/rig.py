@@ -42,6 +42,7 @@ from coldpage.types import (
     NO_SLOT,
     ByteRange,
     CacheLevel,
+    DeviceArray,
     LayerGroupId,
     LifeCycleId,
     MemAddress,
@@ -62,6 +63,7 @@ class RecordingCodec(IndexPoisoningCodec):
     def __init__(self, codec: ColdPageCodec) -> None:
         super().__init__(codec)
         self.calls: list[tuple[str, int]] = []  # what, and how many pages
+        self.locations: set[tuple[LifeCycleId, bool]] = set()  # whether in device memory
         self.rejections: Counter[str] = Counter()  # of the next calls, by what
         self.num_passed: Counter[str] = Counter()  # calls before those, by what
         self.is_closed = False
@@ -75,13 +77,14 @@ class RecordingCodec(IndexPoisoningCodec):
         """The pages of each call so far."""
         return [num_pages for name, num_pages in self.calls if name == what]
 
-    def _note(self, what: str, pages: PageIndices) -> None:
+    def _note(self, what: str, life_cycle_id: LifeCycleId, pages: PageIndices) -> None:
         if self.num_passed[what] > 0:
             self.num_passed[what] -= 1
         elif self.rejections[what] > 0:
             self.rejections[what] -= 1
             raise SubmissionError(f"a planned rejection of {what}")
         self.calls.append((what, int(pages.size)))
+        self.locations.add((life_cycle_id, isinstance(pages, DeviceArray)))
 
     def encode(
         self,
@@ -91,7 +94,7 @@ class RecordingCodec(IndexPoisoningCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        self._note("encode", page_indices)
+        self._note("encode", life_cycle_id, page_indices)
         super().encode(life_cycle_id, dst_base, page_indices, stream, block_ordinals)
 
     def decode(
@@ -102,7 +105,7 @@ class RecordingCodec(IndexPoisoningCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        self._note("decode", page_indices)
+        self._note("decode", life_cycle_id, page_indices)
         super().decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
 
     def close(self) -> None:

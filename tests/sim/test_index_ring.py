@@ -101,6 +101,7 @@ def test_each_life_cycle_gets_its_indices_where_it_wants_them(build: Build) -> N
     sequence = suspended(rig, prompt(3), num_committed=0)  # a window gives up one page
     push_out(rig, 6)
     assert sorted(rig.codecs["manager"].sizes("encode")) == [2, 3]
+    assert rig.codecs["manager"].locations == {(0, True), (1, False)}
     resumed(rig, sequence)
 
 
