@@ -1,115 +1,24 @@
-"""One manager under test: operations on numbered sequences, and after each of them every check.
-
-The naive model keeps the tokens and the holes of each sequence, and which whole-block prefixes were
-ever committed; from these follows what the manager must say and what it may reuse.
-"""
+"""Operations on numbered sequences of a manager under test, and after each of them every check."""
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from coldpage import KVCacheManager, ReuseScope, SubmissionError
-from coldpage.device.base import Stream
-from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
+from coldpage import ReuseScope
 from coldpage.errors import OutOfPagesError
-from coldpage.events import level_names
 from coldpage.sequence import DroppedBlocks, OnMissing
-from coldpage.testing.pattern_engine import Bytes, PatternEngine, PatternSequence
+from coldpage.testing.pattern_engine import PatternSequence
 from coldpage.types import NO_SLOT, BlockOrdinal, CacheLevel, HalfOpenRange, LayerGroupId, Priority
-from tests.property.levels import Levels
-from tests.property.setups import (
-    ROOMY_BLOCKS,
-    Setup,
-    build_manager,
-    simulated,
-    small_index_chunks,
-)
-from tests.property.watcher import Watcher
+from tests.property.checks import NUM_STREAMS, SCOPES, CheckedManager
 
-SCOPES = (ReuseScope(), ReuseScope(salt="another tenant"))
-NUM_STREAMS = 3
+__all__ = ["MAX_TOKENS", "NUM_STREAMS", "SCOPES", "Driver"]
+
 MAX_TOKENS = 40
-# How often work that luck refuses is tried again.
-MAX_TRIES = 200
 MAX_WAITS = 2000
-# Operations between looks at the whole prefix tree, which is large.
-TREE_PERIOD = 8
-
-Prefix = tuple[int, ...]
 
 
-def high_bits(pages: Bytes) -> Bytes:
-    """What the lossy codecs keep."""
-    kept: Bytes = pages & 0xF0
-    return kept
-
-
-class Driver:
-    """A manager on a simulated device with the sequences that live on it."""
-
-    def __init__(self, setup: Setup, seed: int = 0) -> None:
-        self.setup = setup
-        self._patches = contextlib.ExitStack()
-        if setup.is_ring_tiny:
-            self._patches.enter_context(small_index_chunks())
-        self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
-        self.device: SimulatedDevice = simulated(seed)
-        self.manager: KVCacheManager = build_manager(
-            setup, self.device, Path(self._directory.name) / "disk"
-        )
-        self.engine = PatternEngine(self.manager, view=high_bits if setup.is_lossy else None)
-        self.watcher = Watcher(self.manager)
-        self.levels = Levels(setup, self.manager)
-        self.streams: list[Stream | None] = [None]
-        self.streams += [self.device.create_stream(f"compute {i}") for i in range(NUM_STREAMS - 1)]
-        self.sequences: list[PatternSequence] = []
-        self.operations: Counter[str] = Counter()
-        self._committed: dict[ReuseScope, set[Prefix]] = {scope: set() for scope in SCOPES}
-        # Prefixes that vanish when nobody holds them.
-        self._planned: dict[ReuseScope, set[Prefix]] = {scope: set() for scope in SCOPES}
-        self._missing: dict[PatternSequence, set[BlockOrdinal]] = {}
-        self._holes: dict[PatternSequence, set[BlockOrdinal]] = {}
-        self._with_holes: set[PatternSequence] = set()  # whose losses become holes
-        # Where each sequence was ready; it must say so again as long as its pages did not change.
-        self._ready: set[PatternSequence] = set()
-        self._had_failures = False
-        self._num_lost = 0
-        self._num_checks = 0
-
-    # ------------------------------------------------------------------ faults
-
-    @property
-    def faults(self) -> SimulatedFaults:
-        """What the device does wrong from now on."""
-        return self.device.faults
-
-    def set_faults(self, *, submission: float, io: float, delay: float) -> None:
-        self.faults.submission_failure_rate = submission
-        self.faults.io_failure_rate = io
-        self.faults.io_delay_rate = delay
-        self._had_failures |= submission > 0 or io > 0
-
-    def fail_next_submission(self, stream_name: str) -> None:
-        """The next use of a migration stream is refused."""
-        self.operations["fail next submission"] += 1
-        self._had_failures = True
-        self.device.fail_next_submission(stream_name)
-
-    def _retry(self, work: Callable[[], object]) -> None:
-        """Do the engine's own work, which the device may refuse too."""
-        for _ in range(MAX_TRIES):
-            try:
-                work()
-            except SubmissionError:
-                continue
-            return
-        raise AssertionError("the device refuses everything")
-
-    # ------------------------------------------------------------------ operations
+class Driver(CheckedManager):
+    """Does what sequences and managers can do, and predicts what comes of it."""
 
     def create(
         self,
@@ -459,13 +368,7 @@ class Driver:
 
     def close_sequence(self, index: int) -> None:
         self.operations["close"] += 1
-        sequence = self.sequences.pop(index)
-        sequence.cache.close()
-        self._missing.pop(sequence)
-        self._holes.pop(sequence)
-        self._with_holes.discard(sequence)
-        self._ready.discard(sequence)
-        self.check()
+        self.forget(self.sequences.pop(index))
 
     def poll(self) -> None:
         self.operations["poll"] += 1
@@ -475,126 +378,3 @@ class Driver:
     def wait(self) -> None:
         self.operations["wait"] += 1
         self.manager.wait_for_progress(1.0)
-
-    # ------------------------------------------------------------------ checks
-
-    def check(self) -> None:
-        """Everything that must hold after every operation."""
-        self.manager.check_integrity()
-        self._check_losses()
-        self.levels.note_usage()
-        self._num_checks += 1
-        if self._num_checks % TREE_PERIOD == 0:
-            self.watcher.check()
-        for sequence in self.sequences:
-            if sequence in self._ready:
-                # Another sequence may have recomputed a page that both share: then it waits again.
-                if not sequence.cache.is_ready():
-                    self._ready.discard(sequence)
-                    continue
-                self._retry(sequence.check)
-        self.assert_clean()
-
-    def assert_clean(self) -> None:
-        assert not self.device.violations, "\n".join(map(str, self.device.violations))
-        assert not self.engine.problems, "\n".join(self.engine.problems)
-        assert not self.watcher.problems, "\n".join(self.watcher.problems)
-
-    def _check_losses(self) -> None:
-        """Blocks go missing, or become holes where losses do, only if the manager has counted a
-        loss.
-        """
-        num_lost = self.manager._storage.events.totals.get("lost_held_pages", 0)
-        was_loss = num_lost > self._num_lost
-        self._num_lost = num_lost
-        for sequence, known in self._missing.items():
-            now = set(sequence.cache.missing_blocks())
-            if now - known:
-                assert was_loss, f"blocks {now - known} went missing and no loss was counted"
-            self._missing[sequence] = now
-            self._check_holes(sequence, was_loss=was_loss)
-        roomy = self.setup.disk_blocks >= ROOMY_BLOCKS and not self._had_failures
-        assert not (num_lost and roomy), "a page was lost although the disk had room"
-
-    def _check_holes(self, sequence: PatternSequence, *, was_loss: bool) -> None:
-        now, known = set(sequence.cache.holes()), self._holes[sequence]
-        if sequence not in self._with_holes:
-            assert now == known, f"holes {now}, not {known}"
-            return
-        assert known <= now, f"holes {known - now} have been filled"
-        assert was_loss or now == known, f"holes {now - known} and no loss was counted"
-        self._holes[sequence] = now
-        num_full = sequence.cache.history_length // self.setup.per_block
-        is_whole = sequence.cache.history_length % self.setup.per_block == 0
-        last = set() if is_whole else {num_full}
-        assert self._missing[sequence] <= last, "a full block is missing where it should be a hole"
-
-    # ------------------------------------------------------------------ the end
-
-    def finish(self) -> None:
-        """Close every sequence, fill the hot level once more, and look for leaks."""
-        self.set_faults(submission=0.0, io=0.0, delay=0.0)
-        self.device._world.planned_failures.clear()
-        while self.sequences:
-            self.close_sequence(len(self.sequences) - 1)
-        self.manager.finish_transfers()
-        self.manager.poll()
-        self.manager.finish_transfers()
-        self.check()
-        self.watcher.check()
-        self.assert_clean()
-        stats = self.manager.stats()
-        num_in_tree = sum(
-            len(self.manager._tree.pages_of(group.layer_group_id))
-            for group in self.manager.layout.layer_groups
-        )
-        assert stats.num_pages == num_in_tree, "a page that nobody holds has not been freed"
-        self._fill_hot_level()
-        self.final_stats = self.manager.stats()
-        self.manager.close()
-        for stream in self.streams:
-            if stream is not None:
-                stream.synchronize()
-        self.device.close()
-        self.assert_clean()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Free what a failed test leaves behind."""
-        self._patches.close()
-        self._directory.cleanup()
-
-    def _fill_hot_level(self) -> None:
-        """The whole hot level can be had by one sequence."""
-        sequence = self.engine.create()
-        tokens = self.manager.max_sequence_tokens
-        assert sequence.resume()
-        if not self.setup.has_windows:
-            assert sequence.step([0] * tokens, num_committed=0), "hot slots have leaked"
-            sequence.check()
-        sequence.cache.close()
-        self.manager.check_integrity()
-
-    def device_counts(self) -> dict[str, int]:
-        counts = self.device.counts
-        return {
-            "device: failed submissions": counts.failed_submissions,
-            "device: failed I/O jobs": counts.failed_io_jobs,
-            "device: late I/O jobs": counts.delayed_io_jobs,
-        }
-
-    def transcoded_paths(self) -> dict[str, int]:
-        """Pages moved between cold levels of different codecs."""
-        names = level_names([tier.tier for tier in self.manager.config.cache_tiers])
-        moved = self.final_stats.moved_pages
-        return {
-            f"{source}-{target} (transcoded)": moved.get(f"{source}-{target}", 0)
-            for i, source in enumerate(names)
-            for j, target in enumerate(names)
-            if i != j and self.setup.is_transcoded(i, j)
-        }
-
-    def page_indices(self, index: int) -> list[list[int]]:
-        cache = self.sequences[index].cache
-        groups = range(len(self.manager.layout.layer_groups))
-        return [cache.page_indices(LayerGroupId(group)).tolist() for group in groups]

@@ -40,6 +40,9 @@ from coldpage.types import BufferRole, LayerId, LifeCycleId, PageClass, PageInde
 TYPICAL_BLOCKS = 4
 ROOMY_BLOCKS = 2000
 PADDING_BYTES = 64
+MANY_GROUPS = 12
+SMALL_CHUNK_BYTES = 48  # of device indices: six pages, or four with positions
+NO_WINDOW = 1000  # tokens: no sequence here is so long
 
 
 def _layer(
@@ -47,7 +50,7 @@ def _layer(
 ) -> AttentionLayerConfig:
     buffers = tuple(
         BufferConfig(BufferRole(role), size)
-        for role, size in zip(("key", "value"), sizes, strict=True)
+        for role, size in zip(("key", "value")[: len(sizes)], sizes, strict=True)
     )
     return AttentionLayerConfig(
         LayerId(layer_id), buffers, sliding_window_tokens=window, num_sink_tokens=sinks
@@ -67,6 +70,9 @@ def layers_of(kind: str, per_block: int) -> tuple[AttentionLayerConfig, ...]:
             return (_layer(0, (big, small)), _layer(1, (small, small), window=window))
         case "window":
             return (_layer(0, (small, small), window=window, sinks=per_block),)
+        case "many":  # groups that differ in name only: each block has a page in all of them
+            windows = [None, *range(NO_WINDOW, NO_WINDOW + MANY_GROUPS - 1)]
+            return tuple(_layer(i, (big,), window=window) for i, window in enumerate(windows))
     raise AssertionError(kind)
 
 
@@ -226,14 +232,18 @@ def small_constants(setup: Setup) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_index_chunks() -> Iterator[None]:
-    """Codec calls with indices on the device take few pages each, so that they are cut up."""
+    """Codec calls with indices on the device take few pages each, so that they are cut up, and the
+    ring that the indices go through is soon used again.
+    """
     calls = coldpage.migration.codec_calls
-    largest = calls.MAX_INDEX_BATCH_BYTES
-    calls.MAX_INDEX_BATCH_BYTES = 24  # type: ignore[misc]
+    largest, ring = calls.MAX_INDEX_BATCH_BYTES, calls.INDEX_RING_BYTES
+    calls.MAX_INDEX_BATCH_BYTES = SMALL_CHUNK_BYTES  # type: ignore[misc]
+    calls.INDEX_RING_BYTES = 4 * SMALL_CHUNK_BYTES  # type: ignore[misc]
     try:
         yield
     finally:
         calls.MAX_INDEX_BATCH_BYTES = largest  # type: ignore[misc]
+        calls.INDEX_RING_BYTES = ring  # type: ignore[misc]
 
 
 def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManager:

@@ -12,13 +12,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from coldpage import ReuseScope
+from coldpage.sequence import OnMissing
 from tests.property.driver import MAX_TOKENS, NUM_STREAMS, SCOPES, Driver
-from tests.property.setups import KINDS, ROOMY_BLOCKS, Setup
+from tests.property.setups import CODECS, KINDS, LOSSY_CODECS, ROOMY_BLOCKS, Setup
 
 # A profile of 'make fuzz' may ask for more examples than this.
-NUM_EXAMPLES = 500
+NUM_EXAMPLES = 400
 STEPS = 60
 
+# Most managers have one codec and one cold level or two: what fails shrinks to something short.
+any_codec = st.none() | st.sampled_from(CODECS + LOSSY_CODECS)
 setups = st.builds(
     Setup,
     kind=st.sampled_from(KINDS),
@@ -28,6 +32,14 @@ setups = st.builds(
     disk_blocks=st.sampled_from([0, 4, 6, 20, ROOMY_BLOCKS]),
     is_ring_tiny=st.booleans(),
     max_util=st.sampled_from([0.6, 0.97, 1.0]),
+    host2_blocks=st.sampled_from([0, 0, 0, 4]),
+    codec=st.sampled_from(("concat", *CODECS, *LOSSY_CODECS)),
+    host_codec=any_codec,
+    host2_codec=any_codec,
+    disk_codec=any_codec,
+    separate_sinks=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.0, 0.25]),
+    has_pool_ratio=st.booleans(),
 )
 tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS // 2)
 streams = st.integers(0, NUM_STREAMS - 1)
@@ -56,9 +68,16 @@ class ManagerMachine(RuleBasedStateMachine):
     def has_sequences(self) -> bool:
         return hasattr(self, "driver") and bool(self.driver.sequences)
 
-    @rule(prompt=tokens, scope=st.sampled_from(SCOPES), priority=st.sampled_from([10, 35]))
-    def create(self, prompt: list[int], scope: object, priority: int) -> None:
-        self.driver.create(prompt, scope, priority)  # type: ignore[arg-type]
+    @rule(
+        prompt=tokens,
+        scope=st.sampled_from(SCOPES),
+        priority=st.sampled_from([10, 35]),
+        on_missing=st.sampled_from(OnMissing),
+    )
+    def create(
+        self, prompt: list[int], scope: ReuseScope, priority: int, on_missing: OnMissing
+    ) -> None:
+        self.driver.create(prompt, scope, priority, on_missing)
 
     @precondition(has_sequences)
     @rule(number=which, stream=streams)
@@ -120,7 +139,29 @@ class ManagerMachine(RuleBasedStateMachine):
         self.driver.truncate(self._index(number), num_tokens)
 
     @precondition(has_sequences)
-    @rule(number=which, level=st.integers(0, 2))
+    @rule(number=which, start=st.integers(0, MAX_TOKENS), num_tokens=st.integers(0, 12))
+    def drop_blocks(self, number: int, start: int, num_tokens: int) -> None:
+        self.driver.drop_blocks(self._index(number), start, start + num_tokens)
+
+    @precondition(has_sequences)
+    @rule(number=which, first_block=st.integers(0, 3))
+    def plan_drop(self, number: int, first_block: int) -> None:
+        self.driver.plan_drop(self._index(number), first_block)
+
+    @rule(level=st.integers(0, 3), num_blocks=st.integers(1, 20))
+    def resize_level(self, level: int, num_blocks: int) -> None:
+        self.driver.resize_level(level % len(self.driver.levels), num_blocks)
+
+    @rule(level=st.integers(0, 3))
+    def defragment(self, level: int) -> None:
+        self.driver.defragment(level % len(self.driver.levels))
+
+    @rule(level=st.integers(0, 3))
+    def take_peaks(self, level: int) -> None:
+        self.driver.take_peaks(level % len(self.driver.levels))
+
+    @precondition(has_sequences)
+    @rule(number=which, level=st.integers(0, 3))
     def prefetch(self, number: int, level: int) -> None:
         self.driver.prefetch(self._index(number), level)
 

@@ -1,11 +1,9 @@
-"""Long seeded walks, faster than Hypothesis: every configuration, with and without faults.
-
-``COLDPAGE_FUZZ_OPS`` sets the operations of a walk; 'make fuzz' also runs the slow test.
+"""Seeded walks, faster than Hypothesis: every kind of model on every set of levels, with and
+without faults.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -14,9 +12,7 @@ from tests.property.driver import Driver
 from tests.property.setups import KINDS, ROOMY_BLOCKS, Setup
 from tests.property.walks import Walk
 
-NUM_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "500"))
-NUM_LONG_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "4000"))
-NUM_LONG_SEEDS = 8
+NUM_OPERATIONS = 500
 
 # host blocks, disk blocks
 LEVELS = {
@@ -71,15 +67,3 @@ def test_a_walk(levels: str, kind: str) -> None:
     expected = {"hot": set(), "host": {"hot-host", "host-hot"}, "disk": {"hot-disk", "disk-hot"}}
     both = {"hot-host", "host-hot", "host-disk", "disk-hot"}
     assert expected.get(levels, both) <= moves.keys(), "a path was never walked"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("levels", LEVELS)
-def test_many_long_walks(levels: str, kind: str) -> None:
-    drivers = [
-        _walk(levels, kind, 1000 + seed, NUM_LONG_OPERATIONS, with_faults=seed % 2 == 0)
-        for seed in range(NUM_LONG_SEEDS)
-    ]
-    _print_mix(levels, kind, drivers)

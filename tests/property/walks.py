@@ -34,19 +34,19 @@ class Walk:
         self.operations: Counter[str] = Counter()  # those that did something, by kind
         self._choices: list[tuple[int, Callable[[], None]]] = [
             (6, self._create),
-            (10, self._resume),
-            (8, self._suspend),
-            (20, self._step),
-            (3, self._ask_ready),
-            (3, self._resize),
-            (3, self._commit),
+            (12, self._resume),
+            (12, self._suspend),
+            (18, self._step),
+            (2, self._ask_ready),
+            (2, self._resize),
+            (4, self._commit),
             (3, self._fork),
-            (4, self._truncate),
-            (4, self._prefetch),
+            (2, self._truncate),
+            (18, self._prefetch),
             (2, self._drop_blocks),
             (1, self._plan_drop),
-            (3, self._resize_level),
-            (1, self._defragment),
+            (10, self._resize_level),
+            (2, self._defragment),
             (1, self._take_peaks),
             (3, self._close),
             (5, driver.poll),
@@ -106,7 +106,7 @@ class Walk:
         if index is None:
             return
         history = self.driver.sequences[index].cache.history_length
-        num_new = self.rng.choice([1, 1, 2, 3, 5, 9])
+        num_new = self.rng.choice([1, 1, 2, 3, 5, 9, 14])
         # Go on with the same prompts, so that another sequence may have committed it already.
         tokens = prompt_of(self.rng, history + num_new)[history:]
         self.driver.step(index, tokens, self.rng.choice([0, num_new, num_new, num_new + 4]))
@@ -131,9 +131,10 @@ class Walk:
         self.driver.resize(index, capacity, back)
 
     def _commit(self) -> None:
-        index = self._index(active=True)
-        if index is not None:
-            self.driver.commit(index, self.rng.randrange(1, 9))
+        caches = [(i, s.cache) for i, s in enumerate(self.driver.sequences) if s.is_active]
+        written = [i for i, cache in caches if cache.history_length > cache.num_committed_tokens]
+        if written:
+            self.driver.commit(self.rng.choice(written), self.rng.randrange(1, 9))
 
     def _fork(self) -> None:
         index = self._index()
@@ -150,7 +151,10 @@ class Walk:
     def _prefetch(self) -> None:
         index = self._index(active=False)
         if index is not None:
-            self.driver.prefetch(index, self.rng.randrange(len(self.driver.levels)))
+            level = self.rng.randrange(len(self.driver.levels))
+            if self.rng.random() < 0.7:
+                level = self.driver.levels.emptiest_host() or level
+            self.driver.prefetch(index, level)
 
     def _drop_blocks(self) -> None:
         index = self._index()
@@ -174,7 +178,7 @@ class Walk:
         if self.driver.levels.blocks[level] != first and self.rng.random() < 0.7:
             self.driver.resize_level(level, first)
             return
-        factor = self.rng.choice([0.25, 0.5, 0.5, 0.75, 2, self.rng.uniform(0, 4.2)])
+        factor = self.rng.choice([0.2, 0.2, 0.5, 0.7, 2, self.rng.uniform(0, 4.2)])
         self.driver.resize_level(level, int(first * factor))
 
     def _defragment(self) -> None:
