@@ -183,16 +183,22 @@ class KVCache:
         self._check_status(KVCacheStatus.SUSPENDED, "resume")
         self._leave_holes()
         pages = self._table.live_pages()
+        last_use = self._storage.table.last_use[pages]
         if not self._storage.lock(pages, self._context.max_util_for_resume):
             return False
         self._status = KVCacheStatus.ACTIVE
         self._stream = stream
         self._is_ready = False
         self._writable_from = self._table.num_blocks
-        if not self._fill_lacking(self._history_length):
-            self.suspend()
-            return False
-        return True
+        if self._fill_lacking(self._history_length):
+            return True
+        # As if nobody had asked: the pages are evicted in the order they were.
+        is_ours = np.isin(pages, self._table.live_pages())
+        self._storage.unlock(pages[is_ours], None)
+        self._storage.table.last_use[pages[is_ours]] = last_use[is_ours]
+        self._status = KVCacheStatus.SUSPENDED
+        self._stream = None
+        return False
 
     def _fill_lacking(self, history_length: int) -> bool:
         """Give blank pages, marked missing, to blocks that should have one and have none."""
