@@ -272,10 +272,12 @@ class Rig:
         self.sequences.remove(sequence)
         sequence.cache.close()
 
-    def flip_on_disk(self, cache: KVCache) -> list[int]:
-        """Flip a bit of each blob of the cache on disk; returns the blocks concerned."""
+    def flip_on_disk(self, cache: KVCache, blocks: Sequence[int] | None = None) -> list[int]:
+        """Flip a bit of the blobs of the cache on disk, all or those of some blocks; returns the
+        blocks concerned.
+        """
         self.manager.finish_transfers()
-        blobs = cache.blobs_on_disk()
+        blobs = [b for b in cache.blobs_on_disk() if blocks is None or b.ordinal in blocks]
         for blob in blobs:
             with blob.path.open("r+b") as file:
                 file.seek(blob.offset_bytes + 5)

@@ -158,6 +158,35 @@ def test_a_rejected_decode_leaves_hot_pages_their_place_in_the_order(build: Buil
     assert order_of_eviction(rig, [first, second])[2:] == [(0, 3), (0, 0), (1, 1), (1, 0)]
 
 
+def test_a_rejected_encode_for_blocks_that_a_window_wants_back(build: Build) -> None:
+    """A sequence has been cut back, and needs blank pages beside its own: there is no room, since
+    the device rejects what would make it.
+    """
+    orders: list[list[tuple[int, int]]] = []
+    for is_asked in (True, False):
+        rig = build(hot=8, host=12, kind="window")
+        cut = suspended(rig, prompt(7, 1), num_committed=0)  # it keeps blocks 0, 5 and 6
+        cut.truncate(8)  # and wants 2 and 3
+        other = suspended(rig, prompt(3, 2), num_committed=0)
+        last = suspended(rig, prompt(3, 3), num_committed=0)
+        assert rig.used == [7, 0]
+        if is_asked:
+            uses, marks = rig.table.last_use.copy(), rig.table.is_protected.copy()
+            rig.device.fail_next_submission("offload")
+            assert not cut.resume(rig.streams[1])
+            assert totals(rig, "rejected_submissions") == 1
+            assert (rig.table.last_use == uses).all()
+            assert (rig.table.is_protected == marks).all()
+            assert cut.cache.status.value == "suspended"
+            rig.check()
+        orders.append(order_of_eviction(rig, [cut, other, last]))
+        resumed(rig, cut)
+        assert cut.recompute() == [2, 3]
+        cut.check()
+        cut.cache.suspend()
+    assert orders[0] == orders[1]
+
+
 def test_one_of_two_batches_is_rejected(build: Build, codec: MakeCodec) -> None:
     rig = build(hot=6, host=12, kind="mixed-sizes", codec=codec)
     sequence = suspended(rig, prompt(3))
