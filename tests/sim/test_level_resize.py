@@ -263,6 +263,42 @@ def test_defragmented_cold_levels(build: Build, cold: dict[str, int]) -> None:
     all_come_back(rig, sequence)
 
 
+@pytest.mark.parametrize("level", [HOT, HOST])
+def test_a_quota_is_divided_as_the_level_was_used_lately(build: Build, level: int) -> None:
+    rig = build(hot=8, host=8, kind="mixed-sizes")  # one of two groups has a window
+    sequence = suspended(rig, prompt(8), num_committed=0)
+    if level == HOST:
+        push_out(rig, 8)
+    assert rig.used[level] == 8 + 2
+    for _ in range(300):
+        rig.manager.poll()
+    rig.resize(level, 8)
+    whole, window = slots(rig, level)
+    assert whole > 8 > window >= 2
+    assert rig.manager.stats().levels[level].total_bytes <= rig.quota(level, 8)
+    all_come_back(rig, sequence)
+
+
+def test_slots_out_of_use_stay_so(build: Build) -> None:
+    rig = build(hot=4, disk=8)
+    bad, good = suspended(rig, prompt(2, 1)), suspended(rig, prompt(2, 2))
+    push_out(rig, 4)
+    rig.flip_on_disk(bad.cache)
+    assert bad.resume()
+    bad.cache.synchronize()
+    bad.cache.suspend()
+    disk = rig.manager.stats().levels[1]
+    assert (disk.quarantined_slots, disk.used_slots) == (2, 2)
+    rig.resize(1, 4)
+    disk = rig.manager.stats().levels[1]
+    assert (disk.total_slots, disk.quarantined_slots, disk.used_slots) == (4, 2, 2)
+    rig.check()
+    all_come_back(rig, good)
+    rig.resize(1, 6)
+    assert rig.manager.stats().levels[1].quarantined_slots == 2
+    rig.check()
+
+
 # Host and disk
 
 

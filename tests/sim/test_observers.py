@@ -318,7 +318,7 @@ def test_two_hot_groups_that_share_a_cold_one(build: Build) -> None:
     resumed(rig, sequence)
 
 
-def test_drops_are_counted_on_the_level_at_the_end_of_the_escalation(build: Build) -> None:
+def test_the_end_of_the_escalation_is_reached_and_counted_where_it_happens(build: Build) -> None:
     for levels in ({}, {"host": 4}, {"disk": 4}, {"host": 4, "disk": 4}):
         rig = build(hot=4, **levels)
         num_slots = sum(level.total_slots for level in rig.manager.stats().levels)
