@@ -109,7 +109,7 @@ class Escalation:
 
     def keep_free(self, fraction: float) -> None:
         """Have that fraction of the hot slots free, as far as no page that a sequence holds is
-        lost for it.
+        lost for it. What fits nowhere below stays until somebody asks for its slot.
         """
         for group in self._levels[HOT_LEVEL].groups:
             shortage = int(fraction * group.slots.num_slots) - group.slots.num_free
