@@ -152,6 +152,7 @@ class Rig:
         host_codec: MakeCodec | None = None,
         disk_codec: MakeCodec | None = None,
         device: SimulatedDevice | None = None,
+        ring_bytes: int = RING_BYTES,
         **settings: object,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
@@ -190,7 +191,7 @@ class Rig:
         }
         config = KVCacheManagerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", RING_BYTES)
+            patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", ring_bytes)
             needs_main = None in own[1:] or len(tiers) == 1 or codec is not None
             try:
                 self.manager = KVCacheManager(

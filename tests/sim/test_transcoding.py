@@ -282,6 +282,29 @@ def test_of_blobs_read_together_the_good_ones_arrive(
         sequence.check()
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_staging_passes_on_only_after_its_last_use(
+    build: Build, pair: tuple[MakeCodec, MakeCodec], level: int
+) -> None:
+    for seed in range(8):
+        rig = build(
+            seed=seed,
+            hot=6,
+            host=4,
+            disk=40,
+            host_codec=pair[0],
+            disk_codec=pair[1],
+            ring_bytes=1,  # that is room for three pages
+        )
+        sequence = suspended(rig, prompt(4))
+        sent_to_disk(rig, sequence)
+        sequence.cache.prefetch(CacheLevel(level))
+        rig.manager.finish_transfers()
+        resumed(rig, sequence, rig.streams[1])
+        assert sequence.cache.missing_blocks() == []
+        sequence.cache.suspend()
+
+
 # A codec that loses something
 
 

@@ -65,6 +65,23 @@ def test_no_page_that_a_sequence_holds_is_lost_for_it(build: Build) -> None:
     assert second.cache.missing_blocks() == []
 
 
+def test_it_does_not_cost_pages_of_lower_priority_either(build: Build) -> None:
+    rig = build(hot=8, host=2, free_watermark=0.5)
+    low = rig.create(priority=10)
+    assert low.resume()
+    assert low.step(prompt(2, 1))
+    low.cache.suspend()
+    rig.close(filled(rig, prompt(8, 2), num_committed=0))
+    assert rig.used == [0, 2]
+    high = rig.create(priority=60)
+    assert high.resume()
+    assert high.step(prompt(6, 3))
+    high.cache.suspend()
+    settled(rig)
+    assert low.cache.missing_blocks() == []
+    assert rig.used == [6, 2]
+
+
 def test_what_is_active_or_moving_is_left_alone(build: Build) -> None:
     rig = build(hot=8, host=20, free_watermark=0.9)
     sequence = filled(rig, prompt(6), stream=rig.streams[1])
