@@ -49,7 +49,7 @@ WEIGHTS = {
     **dict.fromkeys(SETUPS, 1),
     "one codec, four levels": 5,
     "a codec each, four levels": 5,
-    "transcoded to disk": 3,
+    "transcoded to disk": 4,
     "one codec, three levels": 4,
 }
 
