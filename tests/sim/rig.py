@@ -134,8 +134,8 @@ def cold_page_bytes(make: MakeCodec, layout: HotLayout) -> list[int]:
 
 
 class Rig:
-    """A manager with ``hot``, ``host`` and ``disk`` slots for each layer group (0: no such level)
-    and, for the tiers, codecs that are made by the functions given.
+    """A manager with ``hot``, ``host``, ``host2`` and ``disk`` slots for each layer group (0: no
+    such level) and, for the tiers, codecs that are made by the functions given.
     """
 
     def __init__(
@@ -144,12 +144,14 @@ class Rig:
         seed: int = 0,
         hot: int = 8,
         host: int = 0,
+        host2: int = 0,
         disk: int = 0,
         kind: str | tuple[AttentionLayerConfig, ...] = "full",
         per_block: int = 2,
         max_util: float = 1.0,
         codec: MakeCodec | None = None,
         host_codec: MakeCodec | None = None,
+        host2_codec: MakeCodec | None = None,
         disk_codec: MakeCodec | None = None,
         device: SimulatedDevice | None = None,
         ring_bytes: int = RING_BYTES,
@@ -166,12 +168,16 @@ class Rig:
         main = self._take("manager", codec or create_default_cold_page_codec)
         tiers: list[CacheTierConfig] = [DeviceTierConfig(1)]
         own: list[RecordingCodec | None] = [None]
-        for name, num_blocks, make in (("host", host, host_codec), ("disk", disk, disk_codec)):
+        for name, num_blocks, make in (
+            ("host", host, host_codec),
+            ("host2", host2, host2_codec),
+            ("disk", disk, disk_codec),
+        ):
             if num_blocks:
                 self._makes[len(tiers)] = make or codec or create_default_cold_page_codec
                 own.append(self._take(name, make) if make else None)
                 path = str(Path(self._directory.name) / "disk")
-                tiers.append(HostTierConfig(1) if name == "host" else DiskTierConfig(path, 1))
+                tiers.append(DiskTierConfig(path, 1) if name == "disk" else HostTierConfig(1))
         self._tiers = tiers
         formats = {self._format(c) for c in own[1:] if c is not None}
         if len(tiers) == 1 or None in own[1:] or codec is not None:
@@ -186,7 +192,7 @@ class Rig:
             "initial_pool_ratio": tuple(ratio),
             "cache_tiers": tuple(
                 self._with_quota(level, num_blocks, own[level])
-                for level, num_blocks in enumerate(n for n in (hot, host, disk) if n)
+                for level, num_blocks in enumerate(n for n in (hot, host, host2, disk) if n)
             ),
         }
         config = KVCacheManagerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
