@@ -70,18 +70,31 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiskTierConfig:
-    """A cold level in files of fixed-size slots under the directory ``path``. ``codec`` makes its
+    """A cold level in files of fixed-size slots, in ``path/paged/instance-ID``. ``codec`` makes its
     cold pages; None: the manager's.
+
+    What it holds is found again by the next manager with the same ``instance_id``; None is an id
+    that follows from model, geometry and codec. With ``write_behind`` committed pages are written
+    when their sequence lets go of them, in the background, so that a crash loses little; without,
+    when their room in memory is needed, and at the end. A read that takes longer than
+    ``read_deadline_s`` is a miss.
     """
 
     path: str
     quota_bytes: int
     codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
+    instance_id: str | None = None
+    write_behind: bool = False
+    read_deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
         _require(
             self.path != "" and "\0" not in str(self.path),
             f"the disk tier has no usable path ({self.path!r}): name a directory",
+        )
+        _require(
+            self.read_deadline_s > 0,
+            f"read_deadline_s is {self.read_deadline_s}: give the disk some time, such as 10 s",
         )
 
     @property

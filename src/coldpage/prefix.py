@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.config import ReuseScope
+from coldpage.layout import LifeCycle
 from coldpage.page import PageTable
-from coldpage.types import NO_PAGE, BlockKey, Int32Array, LayerGroupId
+from coldpage.store.format import BLANK_KEY, BlobName
+from coldpage.types import NO_PAGE, BlockKey, BlockOrdinal, Int32Array, LayerGroupId
 
 __all__ = ["EXACT_PROVENANCE", "PrefixTree", "block_key", "root_key"]
 
@@ -51,13 +53,18 @@ class PrefixTree:
     node.
     """
 
-    def __init__(self, table: PageTable, layer_group_of: Sequence[LayerGroupId]) -> None:
-        """``layer_group_of`` is by life cycle."""
+    def __init__(
+        self, table: PageTable, life_cycles: Sequence[LifeCycle], tokens_per_block: int
+    ) -> None:
         self._table = table
-        self._layer_group_of = np.array(layer_group_of, np.int16)
+        self._page_classes = [lc.page_class for lc in life_cycles]
+        self._layer_group_of = np.array([lc.layer_group_id for lc in life_cycles], np.int16)
         num_layer_groups = int(self._layer_group_of.max()) + 1
         self._by_key: dict[BlockKey, int] = {}
         self._keys: list[BlockKey] = [BlockKey(b"")]
+        # The key before each: of the parent block, or the root that the chain began with.
+        self._parent_keys: list[BlockKey] = [BlockKey(b"")]
+        self._tokens: Int32Array = np.zeros((_INITIAL_NODES, tokens_per_block), np.int32)
         self._pages: Int32Array = np.zeros((num_layer_groups, _INITIAL_NODES), np.int32)
         self._parent: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
         self._num_children: Int32Array = np.zeros(_INITIAL_NODES, np.int32)
@@ -81,15 +88,18 @@ class PrefixTree:
         pages = self._pages[:, nodes]
         return np.where(self._table.is_missing[pages], NO_PAGE, pages)
 
-    def insert(self, parent: BlockKey, key: BlockKey, pages: Int32Array) -> Int32Array:
-        """Commit one block; ``pages`` is [num_layer_groups], NO_PAGE where the sequence has none.
+    def insert(
+        self, parent: BlockKey, key: BlockKey, tokens: Int32Array, pages: Int32Array
+    ) -> Int32Array:
+        """Commit one full block; ``pages`` is [num_layer_groups], NO_PAGE where the sequence has
+        none.
 
         Returns the pages that the tree took: where it has a page for the block already, that one
         stays and the caller's remains private to it.
         """
         node = self._by_key.get(key, _NO_NODE)
         if node == _NO_NODE:
-            node = self._new_node(key, self._by_key.get(parent, _NO_NODE))
+            node = self._new_node(parent, key, tokens)
         column = self._pages[:, node]
         is_taken = (column == NO_PAGE) & (pages != NO_PAGE)
         is_taken &= self._table.node[pages] == _NO_NODE
@@ -100,17 +110,19 @@ class PrefixTree:
             self._prune(node)
         return taken
 
-    def _new_node(self, key: BlockKey, parent: int) -> int:
+    def _new_node(self, parent_key: BlockKey, key: BlockKey, tokens: Int32Array) -> int:
         if self._free:
             node = self._free.pop()
-            self._keys[node] = key
+            self._keys[node], self._parent_keys[node] = key, parent_key
         else:
             node = len(self._keys)
             self._keys.append(key)
+            self._parent_keys.append(parent_key)
             if node >= self._parent.size:
                 self._grow()
         self._by_key[key] = node
-        self._parent[node] = parent
+        self._tokens[node] = tokens
+        parent = self._parent[node] = self._by_key.get(parent_key, _NO_NODE)
         if parent != _NO_NODE:
             self._num_children[parent] += 1
         return node
@@ -120,6 +132,43 @@ class PrefixTree:
         self._pages = np.pad(self._pages, ((0, 0), (0, old)))
         self._parent = np.pad(self._parent, (0, old))
         self._num_children = np.pad(self._num_children, (0, old))
+        self._tokens = np.pad(self._tokens, ((0, old), (0, 0)))
+
+    def names(self, pages: Int32Array) -> list[BlobName]:
+        """What each page holds, for whoever stores it; without a key where it is not committed."""
+        nodes, ordinals = self._table.node[pages].tolist(), self._table.ordinal[pages].tolist()
+        life_cycles = self._table.life_cycle[pages].tolist()
+        return [
+            BlobName(
+                self._keys[node] if node else BLANK_KEY,
+                self._parent_keys[node] if node else BLANK_KEY,
+                LayerGroupId(int(self._layer_group_of[life_cycle])),
+                self._page_classes[life_cycle],
+                BlockOrdinal(ordinal),
+                self._tokens[node] if node else self._tokens[_NO_NODE, :0],
+            )
+            for node, life_cycle, ordinal in zip(nodes, life_cycles, ordinals, strict=True)
+        ]
+
+    def restore(self, names: Sequence[BlobName], pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Put blocks that were found again back into the tree: ``pages[i]`` holds ``names[i]``.
+
+        Returns which were taken, [num_pages]; not those whose blocks no match can reach, because
+        one before them is gone, and not a second page of one block and layer group.
+        """
+        is_taken = np.zeros(len(names), np.bool_)
+        for i in sorted(range(len(names)), key=lambda i: names[i].ordinal):
+            name, page = names[i], int(pages[i])
+            node = self._by_key.get(name.key, _NO_NODE)
+            if node == _NO_NODE:
+                if name.ordinal and name.parent_key not in self._by_key:
+                    continue
+                node = self._new_node(name.parent_key, name.key, name.tokens)
+            if self._pages[name.layer_group_id, node] == NO_PAGE:
+                self._pages[name.layer_group_id, node] = page
+                self._table.node[page] = node
+                is_taken[i] = True
+        return is_taken
 
     def remove(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
         """The pages of these life cycles in these nodes have vanished."""
@@ -134,7 +183,7 @@ class PrefixTree:
                 return
             parent = int(self._parent[node])
             del self._by_key[self._keys[node]]
-            self._keys[node] = BlockKey(b"")
+            self._keys[node] = self._parent_keys[node] = BlockKey(b"")
             self._free.append(node)
             if parent != _NO_NODE:
                 self._num_children[parent] -= 1

@@ -115,6 +115,17 @@ class SlotAllocator:
         self.page[slots] = pages
         return slots
 
+    def adopt(self, slots: Int32Array, pages: Int32Array) -> None:
+        """Make ``pages`` the owners of exactly these free slots: what they hold was found again."""
+        assert not self.page[slots].any(), "a slot that has an owner was adopted"
+        self.page[slots] = pages
+        kept = self._free[: self._num_free]
+        kept = kept[self.page[kept] == NO_PAGE]
+        self._free[: kept.size] = kept
+        self._num_free = int(kept.size)
+        self.num_changes += 1
+        self._peak_used = max(self._peak_used, self.num_used)
+
     def free(self, slots: Int32Array) -> None:
         """Give slots back; their ready events stay with them."""
         assert bool(np.all(self.page[slots] != NO_PAGE)), "a free slot was freed again"
@@ -134,6 +145,15 @@ class SlotAllocator:
         assert bool(np.all(self.page[slots] != NO_PAGE)), "a free slot was quarantined"
         self.page[slots] = NO_PAGE
         self._quarantined.update(slots.tolist())
+        self.num_changes += 1
+
+    def release_quarantined(self, slots: Int32Array) -> None:
+        """Slots that were out of use for a time are free again, to be handed out last."""
+        slots = slots[slots < self.stop_slot]
+        self._quarantined.difference_update(slots.tolist())
+        self._free[slots.size : slots.size + self._num_free] = self._free[: self._num_free].copy()
+        self._free[: slots.size] = slots
+        self._num_free += int(slots.size)
         self.num_changes += 1
 
     def owned(self) -> npt.NDArray[np.intp]:

@@ -5,11 +5,7 @@ depend on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
 
 from coldpage.codecs import (
     BufferDesc,
@@ -20,23 +16,35 @@ from coldpage.codecs import (
 )
 from coldpage.config import DiskTierConfig, HostTierConfig, KVCacheManagerConfig
 from coldpage.device.base import Device, MemoryKind
-from coldpage.device.file import BlockFile
-from coldpage.errors import StorageError
 from coldpage.events import StorageEvents, level_names
 from coldpage.layout import ColdLayout, HotLayout, cold_layout, hot_layout
 from coldpage.manager.quotas import Quotas, Weights
 from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.migration import NUM_SCRATCH_SLOTS, CodecCalls, CodecMoves, DiskMoves
 from coldpage.page import PageTable
-from coldpage.pools import DiskPool, LevelPools, MemoryPool, PoolGroup, disk_slot_bytes
+from coldpage.pools import DiskTier, LevelPools, MemoryPool, PoolGroup
+from coldpage.prefix import PrefixTree
 from coldpage.slots import SlotAllocator
 from coldpage.staging import StagingRing, page_ring_bytes
 from coldpage.storage import Storage
-from coldpage.types import HOT_LEVEL, CacheLevel, PoolGroupIndex, PoolIndex
+from coldpage.store import (
+    FileIdentity,
+    InstanceDirectory,
+    InstanceIdentity,
+    SlotFile,
+    default_instance_id,
+    slot_bytes_of,
+)
+from coldpage.types import (
+    HOT_LEVEL,
+    BlockOrdinal,
+    CacheLevel,
+    LayerGroupId,
+    PoolGroupIndex,
+    PoolIndex,
+)
 
 __all__ = ["LevelBuilder"]
-
-_LOCK_NAME: Final = "instance.lock"
 
 
 class LevelBuilder:
@@ -51,7 +59,7 @@ class LevelBuilder:
         self._config = config
         self._device = device
         self._codecs = codecs
-        self._new_files: list[Path] = []  # that were not there before
+        self._disk_tiers: list[DiskTier] = []
         self._levels: list[LevelPools] = []
         self._cold: dict[CacheLevel, ColdLayout] = {}
         self._names = level_names([tier.tier for tier in config.cache_tiers])
@@ -72,8 +80,8 @@ class LevelBuilder:
         try:
             return self._build()
         except BaseException:
-            for path in self._new_files:
-                path.unlink(missing_ok=True)
+            for tier in self._disk_tiers:
+                tier.remove_new_files()
             self.close()
             raise
 
@@ -96,12 +104,25 @@ class LevelBuilder:
         self._resources.callback(calls.close)
         # Streams come last, after all that can fail: a stream ends with its device only.
         table, events = PageTable(len(self._levels)), StorageEvents(self._names)
+        per_block = self._config.tokens_per_block
+        self.tree = PrefixTree(table, self.layout.life_cycles, per_block)
         moves = CodecMoves(self._device, calls, self._levels, table, events)
         disk_moves = (
-            None if ring is None else DiskMoves(self._device.io, moves, ring, table, events)
+            None
+            if ring is None
+            else DiskMoves(self._device.io, moves, ring, table, events, self.tree.names)
         )
-        watermark = self._config.free_watermark
-        return Storage(self._device, self._levels, table, moves, disk_moves, events, watermark)
+        disks = [t for t in self._config.cache_tiers if isinstance(t, DiskTierConfig)]
+        return Storage(
+            self._device,
+            self._levels,
+            table,
+            moves,
+            disk_moves,
+            events,
+            self._config.free_watermark,
+            is_write_behind=any(tier.write_behind for tier in disks),
+        )
 
     # ------------------------------------------------------------------ levels
 
@@ -145,31 +166,43 @@ class LevelBuilder:
 
     def _build_disk(self, level: CacheLevel, tier: DiskTierConfig, codec: ConfiguredCodec) -> None:
         cold = self._cold[level] = cold_layout(codec.cold_page_bytes)
-        strides = [disk_slot_bytes(size) for size in cold.slot_bytes]
+        identity = self._identity(codec)
+        files = [
+            FileIdentity(identity.digest, codec.identity, size, self._config.tokens_per_block)
+            for size in cold.slot_bytes
+        ]
+        strides = [slot_bytes_of(file) for file in files]
         counts = self._quotas.cold_slots(tier.quota_bytes, cold, strides, self._names[level])
-        directory = self._lock_directory(Path(tier.path))
-        for stale in directory.glob("pool-*.slots"):
-            # Left by another model with more pool groups; nothing is reused, and the bound holds.
-            if stale.name not in {f"pool-{group}.slots" for group in range(len(counts))}:
-                stale.unlink()
-        pools: list[DiskPool] = []
-        for group, (count, size) in enumerate(zip(counts, cold.slot_bytes, strict=True)):
-            path = directory / f"pool-{group}.slots"
-            is_new = not path.exists()
-            pool = DiskPool(BlockFile(path, count * strides[group]), count, size)
-            self._resources.callback(pool.close)
-            if is_new:
-                self._new_files.append(path)
-            pools.append(pool)
-        self._add_cold(level, cold, counts, pools, codec)
+        instance_id = tier.instance_id or default_instance_id(identity)
+        directory = InstanceDirectory.open(tier.path, instance_id, identity)
+        disk = DiskTier(directory, identity, tier.read_deadline_s)
+        self._resources.callback(disk.close)
+        self._disk_tiers.append(disk)
+        disk.open_files(files, list(counts))
+        self._add_cold(level, cold, counts, disk.files, codec, disk)
+
+    def _identity(self, codec: ConfiguredCodec) -> InstanceIdentity:
+        """What a page on disk is good for: this model, in this form, divided like this."""
+        groups = [
+            f"layers {','.join(map(str, group.layer_ids))} window {group.sliding_window_tokens} "
+            f"sinks {group.num_sink_tokens} hot {self._hot_bytes(group.layer_group_id)}"
+            for group in self.layout.layer_groups
+        ]
+        cold = ",".join(map(str, codec.cold_page_bytes))
+        geometry = f"{self._config.tokens_per_block} tokens a block; {'; '.join(groups)}; {cold}"
+        return InstanceIdentity(self._config.model_fingerprint, codec.identity, geometry)
+
+    def _hot_bytes(self, layer_group_id: LayerGroupId) -> int:
+        return self.layout.page_bytes(self.layout.life_cycle_of(layer_group_id, BlockOrdinal(0)))
 
     def _add_cold(
         self,
         level: CacheLevel,
         cold: ColdLayout,
         counts: Sequence[int],
-        pools: Sequence[tuple[MemoryPool] | DiskPool],
+        pools: Sequence[tuple[MemoryPool] | SlotFile],
         codec: ConfiguredCodec,
+        disk: DiskTier | None = None,
     ) -> None:
         lives = [
             {
@@ -183,7 +216,7 @@ class LevelBuilder:
             PoolGroup(level, PoolGroupIndex(index), SlotAllocator(count), pool, len(members))
             for index, (count, pool, members) in enumerate(zip(counts, pools, lives, strict=True))
         )
-        self._add_level(level, groups, cold.pool_group_of, codec)
+        self._add_level(level, groups, cold.pool_group_of, codec, disk)
 
     def _add_level(
         self,
@@ -191,32 +224,10 @@ class LevelBuilder:
         groups: tuple[PoolGroup, ...],
         group_of: tuple[PoolGroupIndex, ...],
         codec: ConfiguredCodec | None,
+        disk: DiskTier | None = None,
     ) -> None:
         tier, name = self._config.cache_tiers[level].tier, self._names[level]
-        self._levels.append(LevelPools(level, tier, name, groups, group_of, codec))
-
-    def _lock_directory(self, path: Path) -> Path:
-        """The instance's directory, created and locked against a second opener until ``close``."""
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock_fd = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"the disk tier can not use {path} ({error.strerror}): "
-                "make it a writable directory or choose another path"
-            ) from error
-        self._resources.callback(os.close, lock_fd)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StorageError(
-                f"the disk tier's directory {path} is in use by process {holder}: "
-                "stop that process or choose another path"
-            ) from error
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-        return path
+        self._levels.append(LevelPools(level, tier, name, groups, group_of, codec, disk))
 
     # ------------------------------------------------------------------ later
 

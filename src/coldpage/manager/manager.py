@@ -5,7 +5,7 @@ thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,11 @@ from coldpage.errors import ClosedError, WrongThreadError
 from coldpage.manager.levels import LevelBuilder
 from coldpage.manager.observers import CacheObserver, ObserverHub
 from coldpage.manager.quotas import max_sequence_tokens
+from coldpage.manager.reopening import adopt_pages, index_of
 from coldpage.manager.stats import ManagerStats, PoolGroupStats, group_stats, level_stats
 from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.page import DEFAULT_PRIORITY
-from coldpage.prefix import PrefixTree, block_key, root_key
+from coldpage.prefix import block_key, root_key
 from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
 from coldpage.types import (
     HOT_LEVEL,
@@ -59,6 +60,7 @@ class KVCacheManager:
         *,
         device: Device | None = None,
         codec: ColdPageCodec | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._owner = threading.get_ident()
         self._is_closed = False
@@ -81,11 +83,24 @@ class KVCacheManager:
             for layer_id in group.layer_ids
         }
         groups = [lc.layer_group_id for lc in self.layout.life_cycles]
-        self._tree = PrefixTree(self._storage.table, groups)
+        self._tree = self._builder.tree
         self._hub = ObserverHub(self._storage.table, self._tree, groups)
         self._storage.events.observers.append(self._hub)
         self._capacity_tokens = self._hot_tokens(1.0)
         self._context = self._make_context()
+        try:
+            self._reopen(on_progress)
+        except BaseException:
+            self._is_closed = True
+            self._release_everything()
+            raise
+
+    def _reopen(self, on_progress: Callable[[int, int], None] | None) -> None:
+        """Take over what the disk levels still hold from before."""
+        for level in self._storage.levels:
+            if level.is_disk:
+                found = level.disk.recover(self.device.io, on_progress)
+                adopt_pages(self._storage, self._tree, self.layout, level, found)
 
     def _make_context(self) -> SequenceContext:
         layout, config = self.layout, self.config
@@ -319,15 +334,30 @@ class KVCacheManager:
         self._storage.check_integrity()
         self._tree.check_integrity()
 
+    def flush(self, budget_s: float) -> int:
+        """Write committed pages that are in memory only to the disk level, most valuable first,
+        until all are there or the time is over, and make them durable. Blocks. Returns how many
+        are still in memory only; all of them without a disk level.
+        """
+        self._check_open()
+        return self._storage.flush(budget_s)
+
     def close(self) -> None:
-        """Finish what is in flight and free everything. Sequences still open hold nothing
-        afterwards.
+        """Finish what is in flight, leave an index of each disk level for the next start, and free
+        everything. Sequences still open hold nothing afterwards.
         """
         if self._is_closed:
             return
         self._check_thread()
         self._storage.close()
+        for level in self._storage.levels:
+            if level.is_disk:
+                per_block = self.config.tokens_per_block
+                level.disk.write_index(index_of(self._storage, self._tree, level, per_block))
         self._is_closed = True
+        self._release_everything()
+
+    def _release_everything(self) -> None:
         try:
             self._builder.close()
         finally:

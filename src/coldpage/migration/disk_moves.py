@@ -6,7 +6,7 @@ from coldpage.device.base import IoExecutor
 from coldpage.events import StorageEvents
 from coldpage.migration.codec_moves import CodecMoves
 from coldpage.migration.disk_reads import DiskReads
-from coldpage.migration.disk_transfers import DiskEnd, Settlement
+from coldpage.migration.disk_transfers import DiskEnd, NamePages, Settlement
 from coldpage.migration.disk_writes import DiskWrites
 from coldpage.page import PageTable
 from coldpage.staging import StagingRing
@@ -24,8 +24,9 @@ class DiskMoves:
         ring: StagingRing,
         table: PageTable,
         events: StorageEvents,
+        names: NamePages,
     ) -> None:
-        end = DiskEnd(io, moves, ring, table, events)
+        end = self.end = DiskEnd(io, moves, ring, table, events, names)
         self.writes = DiskWrites(end)
         self.reads = DiskReads(end)
 

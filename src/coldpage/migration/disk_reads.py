@@ -94,8 +94,14 @@ class DiskReads:
             self._read(transfer)
             return False
         if not transfer.batch.is_done():
+            if self._end.clock() > transfer.deadline_s and not transfer.is_expired:
+                self._expire(transfer, settled)
             return False
+        if transfer.is_expired:
+            self._end_late(transfer)
+            return True
         ok = transfer.batch.ok
+        transfer.disk.disk.note_reads(ok)
         arrived = ok.copy()
         if transfer.lease is not None:
             if ok.any() and not self._unstage(transfer, transfer.lease, ok):
@@ -108,6 +114,36 @@ class DiskReads:
         self._finish_memory(transfer, ok, arrived)
         self._finish_disk(transfer, ok, arrived, settled)
         return True
+
+    def _expire(self, transfer: Transfer, settled: Settlement) -> None:
+        """The read has taken too long: its pages are misses from now on. What the I/O may still
+        touch stays out of use until it has ended.
+        """
+        table, pages, disk, memory = self._table, transfer.pages, transfer.disk, transfer.memory
+        transfer.is_expired = True
+        disk.disk.note_reads(np.zeros(pages.size, np.bool_))
+        self._end.count_late(transfer)
+        was_present = (table.present[pages] & disk.bit) != 0
+        table.present[pages] &= ~disk.bit
+        table.busy[pages] &= ~disk.bit
+        transfer.group.slots.quarantine(transfer.disk_slots)
+        if memory.level != HOT_LEVEL:
+            group = memory.group_of(table.life_cycle[pages[0]])
+            transfer.memory_slots = table.slot[memory.level, pages].copy()
+            group.slots.quarantine(transfer.memory_slots)
+            transfer.memory_group = group
+            table.reserved[pages] &= ~memory.bit
+        settled.lost.append(pages[was_present & (table.present[pages] == 0)])
+        settled.pages.append(pages)
+
+    @staticmethod
+    def _end_late(transfer: Transfer) -> None:
+        """The I/O of an expired read has ended at last."""
+        transfer.group.slots.release_quarantined(transfer.disk_slots)
+        if transfer.lease is not None:
+            transfer.lease.release()
+        if transfer.memory_group is not None:
+            transfer.memory_group.slots.release_quarantined(transfer.memory_slots)
 
     def _unstage(self, transfer: Transfer, lease: StagingBuffer, ok: npt.NDArray[np.bool_]) -> bool:
         """Enqueue the way of the verified pages out of staging."""

@@ -8,6 +8,8 @@ slot is ``busy`` and its destination slot ``reserved``.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,15 +22,19 @@ from coldpage.migration.codec_moves import CodecMoves
 from coldpage.page import PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.staging import StagingBuffer, StagingRing
+from coldpage.store import BlobName
 from coldpage.types import Int32Array, Int64Array
 
-__all__ = ["MAX_STAGED_PAGES", "DiskEnd", "Settlement", "Transfer"]
+__all__ = ["MAX_STAGED_PAGES", "DiskEnd", "NamePages", "Settlement", "Transfer"]
 
 _logger = logging.getLogger(__name__)
 
 # One staged transfer; small enough that decoding the first overlaps reading the next.
 MAX_STAGED_PAGES: Final = 32
 _DIRECT_ALIGNMENT: Final = 4096
+
+# What each page holds, to be stored with it.
+NamePages = Callable[[Int32Array], list[BlobName]]
 
 
 @dataclass(slots=True)
@@ -45,6 +51,12 @@ class Transfer:
     disk_slots: Int32Array
     addresses: Int64Array
     lease: StagingBuffer | None
+    names: list[BlobName]  # what is written about each page; empty for a read
+    deadline_s: float  # when a read that has not ended is a miss
+    # Of a read that has expired: what its I/O may still touch.
+    is_expired: bool = False
+    memory_group: PoolGroup | None = None
+    memory_slots: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     after: list[Completion] = field(default_factory=list)
     batch: IoBatch | None = None
     num_attempts: int = 1
@@ -76,7 +88,11 @@ class DiskEnd:
         ring: StagingRing,
         table: PageTable,
         events: StorageEvents,
+        names: NamePages,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
+        self._names = names
         self.io = io
         self.moves = moves
         self.ring = ring
@@ -126,6 +142,8 @@ class DiskEnd:
         lease: StagingBuffer | None,
     ) -> Transfer:
         return Transfer(
+            names=[],
+            deadline_s=self.clock() + disk.disk.read_deadline_s,
             pages=batch,
             versions=self.table.version[batch].copy(),
             disk=disk,
@@ -135,6 +153,10 @@ class DiskEnd:
             addresses=addresses,
             lease=lease,
         )
+
+    def name(self, transfer: Transfer) -> None:
+        """Note what its pages hold now."""
+        transfer.names = self._names(transfer.pages)
 
     def is_current(self, transfer: Transfer) -> npt.NDArray[np.bool_]:
         """Which pages have not been written to since: the bytes of the others are nobody's."""
@@ -158,6 +180,17 @@ class DiskEnd:
         if arrived.any():
             pages = transfer.pages[arrived]
             self.events.moved(pages, source, target, self.page_bytes(transfer))
+
+    def count_late(self, transfer: Transfer) -> None:
+        """Note a read that was given up."""
+        if not self.events.totals["late_reads"]:
+            _logger.warning(
+                "the disk tier %s takes longer than %.1f s to return pages: they are recomputed "
+                "(late_reads counts them)",
+                transfer.disk.name,
+                transfer.disk.disk.read_deadline_s,
+            )
+        self.events.totals["late_reads"] += int(transfer.pages.size)
 
     def count_failures(self, transfer: Transfer, ok: npt.NDArray[np.bool_], name: str) -> None:
         """Note I/O that failed; the first of each name is logged."""

@@ -86,13 +86,16 @@ class DiskWrites:
         return moves.transcode_to_staging(pages, memory, disk.codec, lease)
 
     def _start(self, transfer: Transfer) -> None:
+        self._end.name(transfer)
         self._table.reserved[transfer.pages] |= transfer.disk.bit
         self._in_flight.append(transfer)
         self._write(transfer)
 
     def _write(self, transfer: Transfer) -> None:
         if transfer.is_ready():
-            jobs = transfer.group.disk.write_jobs(transfer.disk_slots, transfer.addresses)
+            jobs = transfer.group.disk.write_jobs(
+                transfer.disk_slots, transfer.addresses, transfer.names
+            )
             transfer.batch = self._end.io.submit(jobs)
 
     # ------------------------------------------------------------------ advancing
@@ -118,6 +121,7 @@ class DiskWrites:
         # Nothing of value is in them; another slot is tried first, and these again later.
         slots.free_last(transfer.disk_slots[~ok])
         self._end.count_failures(transfer, ok, "write_errors")
+        transfer.disk.disk.note_writes(ok)
         self._end.count_arrived(transfer, ok & current, is_write=True)
         if transfer.lease is None:
             self._end.release_sources(pages, transfer.memory)
@@ -142,6 +146,7 @@ class DiskWrites:
         table, disk = self._table, transfer.disk
         transfer.pages = transfer.pages[kept]
         transfer.versions = transfer.versions[kept]
+        transfer.names = [transfer.names[i] for i in kept.tolist()]
         transfer.addresses = transfer.addresses[kept]
         transfer.disk_slots = transfer.group.slots.allocate(transfer.pages)
         table.slot[disk.level, transfer.pages] = transfer.disk_slots

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.codecs import ConfiguredCodec
-from coldpage.pools.disk import DiskPool
+from coldpage.pools.disk_tier import DiskTier
 from coldpage.pools.memory import MemoryPool
 from coldpage.slots import SlotAllocator
+from coldpage.store import SlotFile
 from coldpage.types import (
     CacheLevel,
     CacheTier,
@@ -56,7 +57,7 @@ class PoolGroup:
         level: CacheLevel,
         index: PoolGroupIndex,
         slots: SlotAllocator,
-        pools: tuple[MemoryPool, ...] | DiskPool,
+        pools: tuple[MemoryPool, ...] | SlotFile,
         num_block_pages: int,
     ) -> None:
         self.level = level
@@ -78,15 +79,15 @@ class PoolGroup:
         return pool
 
     @property
-    def disk(self) -> DiskPool:
+    def disk(self) -> SlotFile:
         """The one pool of a disk level."""
-        assert isinstance(self._pools, DiskPool), "a level in memory has no disk pool"
+        assert isinstance(self._pools, SlotFile), "a level in memory has no disk pool"
         return self._pools
 
     @property
     def slot_bytes(self) -> int:
         """What one slot takes on the medium."""
-        if isinstance(self._pools, DiskPool):
+        if isinstance(self._pools, SlotFile):
             return self._pools.slot_bytes
         return sum(pool.slot_bytes for pool in self._pools)
 
@@ -102,7 +103,7 @@ class PoolGroup:
         Raises DeviceError or StorageError, changing nothing, when there is no room for more.
         """
         num_places = self.slots.first_slot + num_slots
-        if isinstance(self._pools, DiskPool):
+        if isinstance(self._pools, SlotFile):
             self._pools.resize(num_places)
         else:
             self._resize_memory(self._pools, num_places)
@@ -130,8 +131,11 @@ class LevelPools:
         groups: tuple[PoolGroup, ...],
         pool_group_of: tuple[PoolGroupIndex, ...],
         codec: ConfiguredCodec | None,
+        disk: DiskTier | None = None,
     ) -> None:
-        """``pool_group_of`` is by life cycle; ``codec`` is None on the hot level."""
+        """``pool_group_of`` is by life cycle; ``codec`` is None on the hot level, ``disk`` on
+        levels in memory.
+        """
         self.level = level
         self.tier = tier
         self.name = name
@@ -139,6 +143,7 @@ class LevelPools:
         self.bit = np.uint8(1 << level)
         self.is_disk = tier is CacheTier.DISK
         self._codec = codec
+        self._disk = disk
         self._index_of = np.array(pool_group_of, np.int16)
 
     @property
@@ -146,6 +151,22 @@ class LevelPools:
         """What made the cold pages here."""
         assert self._codec is not None, "the hot level has no codec"
         return self._codec
+
+    @property
+    def disk(self) -> DiskTier:
+        """The files of a disk level together."""
+        assert self._disk is not None, "a level in memory has no files"
+        return self._disk
+
+    @property
+    def may_write(self) -> bool:
+        """Whether pages can be sent here now: a disk that fails takes none for a while."""
+        return self._disk is None or self._disk.health.may_write()
+
+    @property
+    def may_read(self) -> bool:
+        """Whether pages can be brought from here now."""
+        return self._disk is None or self._disk.health.may_read()
 
     @property
     def codec_name(self) -> str:

@@ -471,7 +471,7 @@ class KVCache:
             self._keys.append(key)
             pages = self._table.pages[:, block]
             pages = np.where(is_missing[pages], NO_PAGE, pages)
-            taken.append(self._context.tree.insert(parent, key, pages))
+            taken.append(self._context.tree.insert(parent, key, tokens, pages))
             self._context.on_stored(parent, key, tokens, taken[-1])
         if self._stream is not None and taken:
             # Another sequence may read them from now on, and must come after what this stream

@@ -59,7 +59,7 @@ class Escalation:
         self._levels: Sequence[LevelPools] = copies.levels
         self._moves = moves
         self._disk_moves = disk_moves
-        self._policy = policy
+        self.policy = policy
         self._drain = drain
         # What the spill saw when it last looked at a level's pool group.
         self._spill_seen: dict[PoolGroup, tuple[int, int, int]] = {}
@@ -96,7 +96,7 @@ class Escalation:
         return group.slots.num_free >= count
 
     def _choose(self, pages: Int32Array, count: int) -> Int32Array:
-        return least_valuable(self._policy, self._table, pages, count)
+        return least_valuable(self.policy, self._table, pages, count)
 
     def _drop_redundant(self, victims: Int32Array) -> Int32Array:
         """Free the hot slots of victims that lose nothing by it; returns the others."""
@@ -223,6 +223,8 @@ class Escalation:
         of them and those that could be dropped for them, the most valuable stay.
         """
         table, slots = self._table, group.slots
+        if not level.may_write:
+            return 0
         shortage = count - slots.num_free
         if shortage > 0:
             owners = level.owners(group)
@@ -262,7 +264,7 @@ class Escalation:
             if is_same_kind:
                 # The others among them have room already.
                 wanting = newcomers[:count]
-                victims = victims[: num_outranking(self._policy, table, wanting, victims)]
+                victims = victims[: num_outranking(self.policy, table, wanting, victims)]
         self._copies.drop_last(level, victims, NO_ROOM)
         return int(victims.size)
 
@@ -295,7 +297,7 @@ class Escalation:
         # Pages already free to give up, or on their way to be, count towards the goal.
         dirty = owners[(on_other_levels == 0) & (table.busy[owners] == 0)]
         wanted -= int(owners.size - dirty.size)
-        self._send_below(level, self._choose(dirty, min(wanted, budget)), below)
+        self.send_below(level, self._choose(dirty, min(wanted, budget)), below)
 
     def send_least_below(
         self, level: LevelPools, group: PoolGroup, count: int, below: LevelPools
@@ -304,12 +306,14 @@ class Escalation:
         table, owners = self._table, level.owners(group)
         in_motion = table.busy[owners] | table.reserved[owners]
         dirty = owners[(table.present[owners] == level.bit) & (in_motion == 0)]
-        self._send_below(level, self._choose(dirty, count), below)
+        self.send_below(level, self._choose(dirty, count), below)
 
-    def _send_below(self, level: LevelPools, pages: Int32Array, below: LevelPools) -> None:
-        """Start giving pages of a cold level in memory a copy on the level below it, as far as
-        there is room at the cost of pages that nobody holds.
+    def send_below(self, level: LevelPools, pages: Int32Array, below: LevelPools) -> None:
+        """Start giving pages of a level in memory a copy on a level below it, as far as there is
+        room at the cost of pages that nobody holds, and the level below takes any.
         """
+        if not pages.size or not below.may_write:
+            return
         for group, members in below.split(self._table.life_cycle[pages], pages):
             some = members[: self._make_spill_room(below, group, members.size)]
             self._copies.allocate(below, some)

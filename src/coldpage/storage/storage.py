@@ -4,6 +4,7 @@ flight.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,8 @@ from coldpage.events import StorageEvents
 from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
-from coldpage.pools import LevelPools
+from coldpage.pools import LevelPools, PoolGroup
+from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
 from coldpage.storage.copies import BAD_DISK, PLANNED, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.resizing import Resizing
@@ -40,6 +42,7 @@ class Storage:
         disk_moves: DiskMoves | None,
         events: StorageEvents,
         free_watermark: float = 0.0,
+        is_write_behind: bool = False,
     ) -> None:
         self.table = table
         self.levels = levels
@@ -57,6 +60,11 @@ class Storage:
             self.copies, moves, self._escalation, device.io, self.finish_transfers
         )
         self._num_locked: Int64Array = np.zeros(len(self._hot.groups), np.int64)
+        disk = next((level for level in levels if level.is_disk), None)
+        self._backup = None
+        self._is_write_behind = is_write_behind
+        if disk is not None:
+            self._backup = Backup(table, tuple(levels), disk, self._escalation.send_below)
 
     # ------------------------------------------------------------------ locking
 
@@ -93,6 +101,8 @@ class Storage:
         table.touch(pages)
         # A blank page waiting to be recomputed is not worth moving.
         self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
+        if self._backup is not None and self._is_write_behind:
+            self._backup.note(unlocked)
 
     def _count_groups(self, pages: Int32Array) -> Int64Array:
         return self._hot.count(self.table.life_cycle[pages])
@@ -117,15 +127,19 @@ class Storage:
         that ends.
         """
         table = self.table
-        blank = pages[table.is_missing[pages]]
-        table.present[blank] |= HOT_BIT
-        table.reserved[blank] &= ~HOT_BIT
+        self._make_blank(pages[table.is_missing[pages]])
         pages = pages[~table.is_missing[pages] & (table.busy[pages] == 0) | self._in_memory(pages)]
         accepted = True
         for level in self.levels[1:]:
             here = (table.present[pages] & level.bit) != 0
             members, pages = pages[here], pages[~here]
             if not members.size:
+                continue
+            if not level.may_read:
+                self.copies.drop(level, members)
+                self.copies.lose(members[table.present[members] == 0], BAD_DISK)
+                self._make_blank(members[table.is_missing[members]])
+                pages = np.concatenate([pages, members[table.present[members] != 0]])
                 continue
             if level.is_disk:
                 assert self._disk_moves is not None
@@ -134,6 +148,11 @@ class Storage:
             table.reserved[members] &= ~HOT_BIT
             accepted &= self.moves.onboard(members, level).size == 0
         return accepted
+
+    def _make_blank(self, pages: Int32Array) -> None:
+        """Missing pages have their hot slots, with nothing in them."""
+        self.table.present[pages] |= HOT_BIT
+        self.table.reserved[pages] &= ~HOT_BIT
 
     def _in_memory(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
         """Which pages have a copy on a cold level in memory."""
@@ -215,6 +234,17 @@ class Storage:
         self.num_fills += 1
         if stream is not None:
             self.moves.order_after(pages, stream)
+
+    def adopt(
+        self, level: LevelPools, group: PoolGroup, pages: Int32Array, slots: Int32Array
+    ) -> None:
+        """New pages, which nobody refers to yet, have copies in slots where they were found."""
+        table = self.table
+        table.num_refs[pages] = 0
+        table.present[pages] |= level.bit
+        table.slot[level.level, pages] = slots
+        group.slots.adopt(slots, pages)
+        table.clock = max(table.clock, int(pages.size))
 
     # ------------------------------------------------------------------ holding
 
@@ -307,7 +337,16 @@ class Storage:
         self._escalation.spill()
         if self._free_watermark:
             self._escalation.keep_free(self._free_watermark)
+        if self._backup is not None and self._is_write_behind:
+            self._advance_backup(self._backup)
+        for level in self.levels:
+            if level.is_disk:
+                level.disk.poll()
         self.usage.sample()
+
+    def _advance_backup(self, backup: Backup) -> None:
+        assert self._disk_moves is not None
+        backup.advance(MAX_BACKUP_PAGES - self._disk_moves.writes.num_pages_in_flight)
 
     def advance(self) -> None:
         """Advance every transfer in flight. Never blocks on I/O."""
@@ -340,6 +379,31 @@ class Storage:
         self.copies.free_slots(self._hot, unwanted)
         table.reserved[unwanted] &= ~HOT_BIT
         self._start_onboarding(np.setdiff1d(waiting, unwanted, assume_unique=True))
+
+    def flush(self, budget_s: float) -> int:
+        """Write committed pages that are only in memory to disk, most valuable first, until all are
+        there or the time is over. Blocks. Returns how many are left.
+        """
+        deadline_s = time.monotonic() + budget_s
+        backup = self._backup
+        if backup is not None:
+            backup.note_all(self._escalation.policy)
+            while time.monotonic() < deadline_s:
+                self._advance_backup(backup)
+                if not self._num_in_flight and not backup.num_waiting:
+                    break
+                self._drain()
+            for level in self.levels:
+                if level.is_disk:
+                    level.disk.sync()
+        table = self.table
+        on_disk = sum(int(level.bit) for level in self.levels if level.is_disk)
+        is_left = (table.node != 0) & ((table.present & np.uint8(on_disk)) == 0)
+        return int(np.count_nonzero(is_left & ~table.is_missing))
+
+    @property
+    def _num_in_flight(self) -> int:
+        return 0 if self._disk_moves is None else self._disk_moves.num_in_flight
 
     def finish_transfers(self) -> None:
         """Block until nothing is in flight."""

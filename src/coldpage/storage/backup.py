@@ -1,0 +1,88 @@
+"""Writing pages to disk before anybody needs their room, so that a crash costs little and a later
+eviction costs nothing.
+
+Committed pages are noted when the last active sequence lets go of them, and get a copy on the first
+disk level in the background: a bounded number at a time, and never more than the disk takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.eviction import EvictionPolicy
+from coldpage.page import HOT_BIT, PageTable
+from coldpage.pools import LevelPools
+from coldpage.types import HOT_LEVEL, Int32Array
+
+__all__ = ["MAX_BACKUP_PAGES", "Backup"]
+
+# Pages whose background write is in flight at once.
+MAX_BACKUP_PAGES: Final = 64
+
+# Starts writing pages from a level to the disk level, as far as there is room at the cost of pages
+# that nobody holds.
+_Send = Callable[[LevelPools, Int32Array, LevelPools], None]
+
+
+class Backup:
+    """The pages that wait for a copy on disk."""
+
+    def __init__(
+        self, table: PageTable, levels: tuple[LevelPools, ...], disk: LevelPools, send: _Send
+    ) -> None:
+        self._table = table
+        self._levels = levels
+        self._disk = disk
+        self._send = send
+        self._noted: deque[tuple[Int32Array, Int32Array]] = deque()  # pages and their versions
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages noted and not yet looked at again; some may have been written or dropped since."""
+        return sum(pages.size for pages, _ in self._noted)
+
+    def note(self, pages: Int32Array) -> None:
+        """The pages were let go of."""
+        pages = pages[self._wanted(pages)]
+        if pages.size:
+            self._noted.append((pages, self._table.version[pages].copy()))
+
+    def note_all(self, policy: EvictionPolicy) -> None:
+        """Note every page that could be written, the most valuable first."""
+        self._noted.clear()
+        pages = np.flatnonzero(self._table.node).astype(np.int32)
+        self.note(pages[np.argsort(policy.score(self._table, pages))[::-1]])
+
+    def _wanted(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Committed, whole, at rest in memory, and not on the disk yet."""
+        table, bit = self._table, self._disk.bit
+        on_disk = ((table.present[pages] | table.reserved[pages] | table.busy[pages]) & bit) != 0
+        in_memory = (table.present[pages] & (bit - np.uint8(1))) != 0
+        at_rest = (table.num_locks[pages] == 0) & ~table.is_missing[pages]
+        wanted: npt.NDArray[np.bool_] = (table.node[pages] != 0) & ~on_disk & in_memory & at_rest
+        return wanted
+
+    def advance(self, num_pages: int) -> None:
+        """Start writing up to ``num_pages`` of the pages noted first."""
+        while self._noted and num_pages > 0:
+            pages, versions = self._noted.popleft()
+            if pages.size > num_pages:
+                self._noted.appendleft((pages[num_pages:], versions[num_pages:]))
+                pages, versions = pages[:num_pages], versions[:num_pages]
+            num_pages -= int(pages.size)
+            pages = pages[(self._table.version[pages] == versions)]
+            pages = np.unique(pages[self._wanted(pages)])
+            is_hot = (self._table.present[pages] & HOT_BIT) != 0
+            self._send(self._levels[HOT_LEVEL], pages[is_hot], self._disk)
+            self._send_cold(pages[~is_hot])
+
+    def _send_cold(self, pages: Int32Array) -> None:
+        for level in self._levels[1 : self._disk.level]:
+            here = (self._table.present[pages] & level.bit) != 0
+            self._send(level, pages[here], self._disk)
+            pages = pages[~here]
