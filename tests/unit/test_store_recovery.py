@@ -92,7 +92,8 @@ def test_both_ways_find_the_newest_of_each_page(
     assert read.index.entries.tobytes() == scanned.index.entries.tobytes()
     assert read.index.tokens.tolist() == scanned.index.tokens.tolist()
     assert [(p, s) for p, s, _ in _places(read)] == sorted(expected)
-    assert {(p, s) for p in range(2) for s in scanned.outdated[p].tolist()} == old
+    entries = scanned.outdated.entries
+    assert set(zip(entries["pool"].tolist(), entries["slot"].tolist(), strict=True)) == old
     for pool in range(2):
         for slot in range(6):
             assert tier.rigs[pool].read(slot) == expected.get((pool, slot))
@@ -148,4 +149,4 @@ def test_writes_after_a_recovery_are_newer_than_what_was_found(tier: _Tier) -> N
     assert first.write(2, payload_of(2), name=name_of(1))
     found = tier.recover()
     assert _places(found) == [(0, 2, key_of(1))]
-    assert found.outdated[0].tolist() == [1]
+    assert found.outdated.entries["slot"].tolist() == [1]

@@ -23,7 +23,6 @@ from coldpage.store.sidecar import (
     take_away_sidecar,
 )
 from coldpage.store.slot_file import SlotFile
-from coldpage.types import Int32Array
 
 __all__ = ["Progress", "Recovered", "recover"]
 
@@ -42,9 +41,9 @@ class Recovered:
 
     index: SlotIndex
     is_from_sidecar: bool
-    # By file: slots with an older copy of a page that ``index`` names. Free, but a later scan would
-    # find that copy when the newer one is gone: erase them before the newer may be deleted.
-    outdated: tuple[Int32Array, ...]
+    # Slots with an older copy of a page that ``index`` names. Free, but a later scan would find
+    # that copy when the newer one is gone: erase them before the newer may be deleted.
+    outdated: SlotIndex
     num_damaged: int  # headers that were neither good nor blank; only a scan sees them
 
 
@@ -72,14 +71,12 @@ def recover(
         index, num_damaged = _scan(files, per_block, io, progress)
     index = _in_range(index, files)
     is_newest = _newest(index.entries)
-    old = index.entries[~is_newest]
+    outdated = SlotIndex(index.entries[~is_newest], index.tokens[~is_newest])
     index = SlotIndex(index.entries[is_newest], index.tokens[is_newest])
-    outdated: list[Int32Array] = []
     for pool, file in enumerate(files):
         entries = index.of_pool(pool).entries
         file.adopt(entries["slot"].astype(np.int32), entries["write_number"].astype(np.int64))
-        outdated.append(old["slot"][old["pool"] == pool].astype(np.int32))
-    return Recovered(index, is_from_sidecar, tuple(outdated), num_damaged)
+    return Recovered(index, is_from_sidecar, outdated, num_damaged)
 
 
 def _scan(

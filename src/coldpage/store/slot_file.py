@@ -93,6 +93,7 @@ class SlotFile:
         # What each slot last had written to it: an older copy must not pass.
         self._write_number: Int64Array = np.full(num_slots, _NEVER, np.int64)
         self._next_write_number = 1
+        self._is_damaged: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
 
     def write_jobs(
         self, slots: Int32Array, addresses: Int64Array, names: Sequence[BlobName]
@@ -164,16 +165,24 @@ class SlotFile:
     def adopt(self, slots: Int32Array, write_numbers: Int64Array) -> None:
         """Slots that an index or a scan found: readable from now on, each as exactly that write."""
         self._write_number[slots] = write_numbers
+        self._is_damaged[slots] = False
         if write_numbers.size:
             self._next_write_number = max(self._next_write_number, int(write_numbers.max()) + 1)
 
     def forget(self, slots: Int32Array) -> None:
         """The slots hold nothing, for this process."""
         self._write_number[slots] = _NEVER
+        self._is_damaged[slots] = False
 
     def write_numbers(self, slots: Int32Array) -> Int64Array:
         """The write that each slot holds; 0 where it holds nothing."""
         return self._write_number[slots]
+
+    def is_damaged(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+        """Per slot whether a read has found other bytes than were written, so that trying again is
+        no use; a disk that only did not answer is no damage. Until the slot is written again.
+        """
+        return self._is_damaged[slots]
 
     def resize(self, num_slots: int) -> None:
         """Have ``num_slots`` slots; those that stay keep their pages, new ones hold none.
@@ -187,6 +196,9 @@ class SlotFile:
         num_kept = min(num_slots, self.num_slots)
         numbers[:num_kept] = self._write_number[:num_kept]
         self._write_number = numbers
+        is_damaged = np.zeros(num_slots, np.bool_)
+        is_damaged[:num_kept] = self._is_damaged[:num_kept]
+        self._is_damaged = is_damaged
         self.num_slots = num_slots
 
     def payload_location(self, slot: int) -> tuple[Path, int]:
@@ -209,6 +221,7 @@ class SlotFile:
         numbers = np.arange(start, start + slots.size)
         self._next_write_number = start + int(slots.size)
         self._write_number[slots] = numbers
+        self._is_damaged[slots] = False
         return numbers
 
     def _range(self, address: int) -> ByteRange:
@@ -246,7 +259,10 @@ class SlotFile:
             if len(buffers) == 1:
                 payload[:] = buffers[0][self.header_bytes :][: self.payload_bytes]
             found = self._header_if_good(header, payload, slot, number)
-            return found is not None and key in {None, found.name.key}
+            if found is not None and key is not None and key != found.name.key:
+                self._note_damage(slot, number, "holds another page than was asked for")
+                return False
+            return found is not None
 
         return read
 
@@ -329,5 +345,11 @@ class SlotFile:
             and found.payload_checksum == xxhash.xxh3_64_intdigest(payload.data)
         ):
             return found
-        self.last_failure = f"slot {slot} of {self._file.path} does not match its checksum"
+        self._note_damage(slot, number, "does not match its checksum")
         return None
+
+    def _note_damage(self, slot: int, number: int, what: str) -> None:
+        self.last_failure = f"slot {slot} of {self._file.path} {what}"
+        # A read that was overtaken by a write says nothing about what is there now.
+        if self._write_number[slot] == number:
+            self._is_damaged[slot] = True

@@ -1,0 +1,511 @@
+"""The store of keyed blobs: one slot file of one instance, an index in memory, and the least
+recently used blob given up for a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import IoExecutor
+from coldpage.device.file import BlockFile
+from coldpage.device.io import ThreadedIo
+from coldpage.device.progress import Progress
+from coldpage.errors import ClosedError, ConfigurationError, UsageError, WrongThreadError
+from coldpage.store import recovery
+from coldpage.store.base import FIRST_GROUP, KeyedStore, StoreTicket
+from coldpage.store.durability import MAX_DELAY_S, MAX_WRITES, SyncBatcher
+from coldpage.store.format import BLANK_KEY, MAX_CODEC_BYTES, BlobName, FileIdentity
+from coldpage.store.health import TierHealth
+from coldpage.store.instance import InstanceDirectory, InstanceIdentity, default_instance_id
+from coldpage.store.operations import Deletion, Key, PendingBlob, Read, Ticket, Write
+from coldpage.store.sidecar import ENTRY, write_sidecar
+from coldpage.store.slot_file import SlotFile, slot_bytes_of
+from coldpage.store.slot_state import BlobSlots
+from coldpage.types import BlockKey, Int32Array, LayerGroupId
+
+__all__ = ["BlobStore", "StoreStats"]
+
+_log = logging.getLogger(__name__)
+
+_FILE_NAME: Final = "pool-0.slots"
+# Lock, identity, and the head of the index: what an instance takes beside its slots.
+_OVERHEAD_BYTES: Final = 16 * 1024
+# How often a wait looks whether a read has missed its deadline.
+_LOOK_S: Final = 0.0005
+
+OpenFile = Callable[[Path, int], BlockFile]
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts since the store was opened."""
+
+    num_slots: int
+    num_blobs: int
+    num_hits: int
+    num_misses: int
+    num_written: int
+    num_refused: int  # puts with no room, or while the disk failed
+    num_evicted: int
+    num_damaged: int  # blobs whose bytes were not those written
+    num_overdue: int  # reads that missed their deadline
+
+
+class BlobStore(KeyedStore):
+    """See ``KeyedStore``. ``path`` may hold several instances; each is one store's alone."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        model_fingerprint: bytes,
+        codec: str,
+        payload_bytes: int,
+        tokens_per_block: int,
+        capacity_bytes: int,
+        instance_id: str | None = None,
+        read_deadline_s: float | None = None,
+        max_sync_delay_s: float = MAX_DELAY_S,
+        io: IoExecutor | None = None,
+        progress: recovery.Progress | None = None,
+        open_file: OpenFile = BlockFile,
+    ) -> None:
+        """Open or create. Blocks: without a clean end before, while every header is read
+        (``progress`` hears of it).
+
+        ``capacity_bytes`` bounds everything on disk, headers and index included. ``io`` stays the
+        caller's; ``read_deadline_s`` makes a read that takes longer a miss. Raises
+        ConfigurationError for what can not be, StorageError for what the disk or another process
+        does not allow.
+        """
+        _check(model_fingerprint, codec, payload_bytes, tokens_per_block)
+        identity = FileIdentity(model_fingerprint, codec, payload_bytes, tokens_per_block)
+        num_slots = _slots_within(capacity_bytes, identity)
+        geometry = f"blobs of {payload_bytes} bytes, {tokens_per_block} tokens a block"
+        instance = InstanceIdentity(model_fingerprint, codec, geometry)
+        self.identity = identity
+        self.instance_id = instance_id or default_instance_id(instance)
+        self.health = TierHealth(f"the store in {path}")
+        self._digest = instance.digest
+        self._owner = threading.get_ident()
+        self._read_deadline_s = read_deadline_s
+        self._num_hits = self._num_misses = self._num_written = self._num_refused = 0
+        self._num_evicted = self._num_damaged = self._num_overdue = 0
+        self._reads: list[Read] = []
+        self._writes: list[Write] = []
+        self._erases: list[Write] = []
+        self._deletions: list[Deletion] = []
+        self._pending: dict[Key, PendingBlob] = {}  # from the put until it is durable, or failed
+        with contextlib.ExitStack() as resources:
+            self._io = io or ThreadedIo(Progress())
+            if io is None:
+                resources.callback(self._io.close)
+            self._directory = InstanceDirectory.open(path, self.instance_id, instance)
+            resources.callback(self._directory.close)
+            file = open_file(self._directory.path / _FILE_NAME, num_slots * slot_bytes_of(identity))
+            resources.callback(file.close)
+            self._file = SlotFile(file, num_slots, identity)
+            found = recovery.recover(
+                self._directory.path, [self._file], self._digest, self._io, progress
+            )
+            self._slots = BlobSlots(num_slots, tokens_per_block, found)
+            # A slot can not be taken for another blob before its own is durable.
+            max_writes = min(MAX_WRITES, max(1, num_slots // 4))
+            self._sync = SyncBatcher(
+                [self._file], self._io, max_delay_s=max_sync_delay_s, max_writes=max_writes
+            )
+            self._resources = resources.pop_all()
+        self._is_closed = False
+
+    @staticmethod
+    def capacity_for(num_blobs: int, identity: FileIdentity) -> int:
+        """The ``capacity_bytes`` that just holds so many blobs."""
+        return _OVERHEAD_BYTES + num_blobs * _bytes_per_blob(identity)
+
+    @property
+    def num_slots(self) -> int:
+        """How many blobs fit."""
+        return self._file.num_slots
+
+    def stats(self) -> StoreStats:
+        """What has happened so far."""
+        return StoreStats(
+            self.num_slots,
+            len(self._slots.slot_of),
+            self._num_hits,
+            self._num_misses,
+            self._num_written,
+            self._num_refused,
+            self._num_evicted,
+            self._num_damaged,
+            self._num_overdue,
+        )
+
+    def put(self, names: Sequence[BlobName], payloads: _Bytes) -> StoreTicket:
+        """See ``KeyedStore.put``."""
+        self._enter()
+        self._check_rows(payloads, len(names), "payloads")
+        for name in names:
+            if name.key == BLANK_KEY or len(name.key) != 32 or len(name.parent_key) != 32:
+                raise UsageError("a blob is put under a key of 32 bytes that are not all zeros")
+            if len(name.tokens) > self.identity.tokens_per_block:
+                raise UsageError("a name has more tokens than a block of this store")
+        ticket = Ticket(len(names), self._wait)
+        rows = self._rows_to_write(ticket, names)
+        slots = self._take_slots(len(rows)) if rows and self.health.may_write() else []
+        for row in rows[len(slots) :]:
+            self._num_refused += 1
+            self._pending.pop(_key_of(names[row])).settle(False)
+        if slots:
+            rows = rows[: len(slots)]
+            blobs = [self._pending[_key_of(names[row])] for row in rows]
+            for blob, slot in zip(blobs, slots, strict=True):
+                blob.slot = slot
+            addresses = payloads.ctypes.data + np.array(rows, np.int64) * payloads.strides[0]
+            written = [blob.name for blob in blobs]
+            jobs = self._file.write_jobs(np.array(slots, np.int32), addresses, written)
+            self._writes.append(Write(self._io.submit(jobs), slots, blobs, payloads))
+        return ticket
+
+    def get(
+        self,
+        keys: Sequence[BlockKey],
+        out: _Bytes,
+        *,
+        layer_group_id: LayerGroupId = FIRST_GROUP,
+    ) -> StoreTicket:
+        """See ``KeyedStore.get``."""
+        self._enter()
+        self._check_rows(out, len(keys), "out")
+        if not out.flags.writeable:
+            raise UsageError("out is not writable")
+        ticket = Ticket(len(keys), self._wait)
+        for row, key in enumerate(keys):
+            slot = self._slots.slot_of.get((key, layer_group_id))
+            if slot is None or not self.health.may_read():
+                self._num_misses += 1
+                ticket.settle(row, False)
+                continue
+            self._slots.touch(slot)
+            self._reads.append(self._start_read(ticket, row, slot, key, out))
+        return ticket
+
+    def contains(
+        self, keys: Sequence[BlockKey], *, layer_group_id: LayerGroupId = FIRST_GROUP
+    ) -> npt.NDArray[np.bool_]:
+        """See ``KeyedStore.contains``."""
+        self._enter()
+        found = ((key, layer_group_id) in self._slots.slot_of for key in keys)
+        return np.fromiter(found, np.bool_, len(keys))
+
+    def delete(
+        self, keys: Sequence[BlockKey], *, layer_group_id: LayerGroupId = FIRST_GROUP
+    ) -> StoreTicket:
+        """See ``KeyedStore.delete``."""
+        self._enter()
+        ticket = Ticket(len(keys), self._wait)
+        for key in keys:
+            self._drop((key, layer_group_id))
+        rows = {row: (key, layer_group_id) for row, key in enumerate(keys)}
+        self._deletions.append(Deletion(ticket, rows))
+        self._start_erases()
+        return ticket
+
+    def poll(self) -> None:
+        """See ``KeyedStore.poll``."""
+        self._enter()
+        self._end_reads()
+        self._end_writes()
+        self._end_erases()
+        self._start_erases()
+        self._sync.poll()
+        self._settle_durable()
+
+    def flush(self) -> None:
+        """See ``KeyedStore.flush``."""
+        self.poll()
+        while self._pending or self._deletions or any(not read.is_overdue for read in self._reads):
+            self._block()
+            self.poll()
+
+    def close(self) -> None:
+        """See ``KeyedStore.close``. Waits for reads that missed their deadline too."""
+        if self._is_closed:
+            return
+        self.flush()
+        while self._reads or self._writes or self._erases:
+            self._block()
+            self.poll()
+        self._is_closed = True
+        try:
+            self._leave_index()
+        finally:
+            self._resources.close()
+
+    def _leave_index(self) -> None:
+        if len(self._slots.remains):
+            # Only a scan would know of them.
+            _log.warning(
+                "%s: no index is left, because %d slots could not be erased",
+                self._directory.path,
+                len(self._slots.remains),
+            )
+            return
+        entries = self._slots.index.entries
+        rows = np.array(sorted(self._slots.slot_of.values()), np.int32)
+        entries["write_number"][rows] = self._file.write_numbers(rows)
+        try:
+            self._file.sync()
+            write_sidecar(self._directory.path, self._digest, self._slots.taken(rows))
+        except OSError as error:
+            _log.warning(
+                "no index could be left in %s (%s): the next start reads every header",
+                self._directory.path,
+                error,
+            )
+
+    # Starting
+
+    def _rows_to_write(self, ticket: Ticket, names: Sequence[BlobName]) -> list[int]:
+        """The rows that nobody has written yet; the others are settled, or wait for who does."""
+        rows = []
+        for row, name in enumerate(names):
+            key = _key_of(name)
+            slot = self._slots.slot_of.get(key)
+            if slot is not None:
+                self._slots.touch(slot)
+            blob = self._pending.get(key)
+            if blob is None and slot is not None:
+                ticket.settle(row, True)
+                continue
+            if blob is None:
+                blob = self._pending[key] = PendingBlob(key, name)
+                rows.append(row)
+            blob.waiters.append((ticket, row))
+        return rows
+
+    def _take_slots(self, num_wanted: int) -> list[int]:
+        """Free slots, then those of the blobs used longest ago; fewer where all others are busy."""
+        slots = self._slots.take_free(num_wanted)
+        evicted = self._slots.evict(num_wanted - len(slots))
+        self._num_evicted += len(evicted)
+        slots += evicted
+        self._slots.pin(slots)
+        return slots
+
+    def _drop(self, key: Key) -> None:
+        """The blob is not found any more, wherever it is on its way."""
+        blob = self._pending.pop(key, None)
+        if blob is not None:
+            blob.settle(False)
+            if blob.point is None:
+                # Its write is in flight: what that leaves is erased when it has ended.
+                blob.is_deleted = True
+                self._slots.remains.add(blob.slot, key)
+            else:
+                self._slots.unpin([blob.slot])
+        if key in self._slots.slot_of:
+            self._file.forget(_one(self._slots.discard(key)))
+
+    def _start_read(self, ticket: Ticket, row: int, slot: int, key: BlockKey, out: _Bytes) -> Read:
+        self._slots.pin([slot])
+        target, overdue_at = out[row], None
+        if self._read_deadline_s is not None:
+            # A read that is given up may still be going on: it must not touch the caller's memory.
+            target = np.empty(self.identity.payload_bytes, np.uint8)
+            overdue_at = time.monotonic() + self._read_deadline_s
+        address = np.array([target.ctypes.data], np.int64)
+        jobs = self._file.read_jobs(np.array([slot], np.int32), address, [key])
+        return Read(ticket, row, slot, self._io.submit(jobs), target, out, overdue_at)
+
+    def _start_erases(self) -> None:
+        slots = self._slots.erasable()
+        if not slots:
+            return
+        if not self.health.may_write():
+            self._fail_deletions(slots)
+            return
+        self._slots.start_erasing(slots)
+        jobs = self._file.erase_jobs(np.array(slots, np.int32))
+        self._erases.append(Write(self._io.submit(jobs), slots, [], None))
+
+    # Ending
+
+    def _end_reads(self) -> None:
+        now, going_on = time.monotonic(), []
+        for read in self._reads:
+            if read.batch.is_done():
+                self._end_read(read)
+                continue
+            going_on.append(read)
+            if read.overdue_at is not None and now >= read.overdue_at and not read.is_overdue:
+                read.is_overdue = True
+                self._num_overdue += 1
+                self._miss(read, f"reading slot {read.slot} took too long")
+        self._reads = going_on
+
+    def _end_read(self, read: Read) -> None:
+        self._slots.unpin([read.slot])
+        ok = bool(read.batch.ok[0])
+        if not ok and self._file.is_damaged(_one(read.slot))[0]:
+            self._num_damaged += 1
+            _log.warning("%s: a miss", self._file.last_failure)
+            key = self._slots.key_in(read.slot)
+            if key is not None:
+                self._drop(key)
+        if read.is_overdue:
+            return
+        if not ok:
+            self._miss(read, self._file.last_failure)
+            return
+        if read.overdue_at is not None:
+            read.out[read.row] = read.target
+        self._num_hits += 1
+        self.health.note_read(True)
+        read.ticket.settle(read.row, True)
+
+    def _miss(self, read: Read, reason: str) -> None:
+        self._num_misses += 1
+        self.health.note_read(False, reason)
+        read.ticket.settle(read.row, False)
+
+    def _end_writes(self) -> None:
+        ended = [write for write in self._writes if write.batch.is_done()]
+        if not ended:
+            return
+        self._writes = [write for write in self._writes if write not in ended]
+        written: list[PendingBlob] = []
+        for write in ended:
+            for blob, ok in zip(write.blobs, write.batch.ok.tolist(), strict=True):
+                self.health.note_write(ok, self._file.last_failure)
+                if ok:
+                    self._slots.remains.clear(blob.slot)
+                    self._sync.note()
+                self._num_written += ok
+                if ok and not blob.is_deleted:
+                    self._slots.add(blob.slot, blob.key, blob.name)
+                    written.append(blob)
+                else:
+                    self._give_up(blob)
+        if written:
+            point = self._sync.point()
+            for blob in written:
+                blob.point = point
+
+    def _give_up(self, blob: PendingBlob) -> None:
+        """Its slot holds something torn, or what nobody wants any more."""
+        self._slots.unpin([blob.slot])
+        self._slots.remains.add(blob.slot, blob.key)
+        self._slots.erase_later(blob.slot)
+        self._file.forget(_one(blob.slot))
+        if not blob.is_deleted:
+            del self._pending[blob.key]
+            blob.settle(False)
+
+    def _end_erases(self) -> None:
+        for erase in [erase for erase in self._erases if erase.batch.is_done()]:
+            self._erases.remove(erase)
+            ok = erase.batch.ok
+            for slot, is_good in zip(erase.slots, ok.tolist(), strict=True):
+                self.health.note_write(is_good, self._file.last_failure)
+                self._slots.end_erasing(slot, is_good)
+            self._sync.note(int(np.count_nonzero(ok)))
+            self._fail_deletions([s for s, good in zip(erase.slots, ok, strict=True) if not good])
+
+    def _fail_deletions(self, slots: Sequence[int]) -> None:
+        """What remains in these slots could not be erased."""
+        remaining = set(slots)
+        for deletion in self._deletions:
+            for row, key in list(deletion.rows.items()):
+                if deletion.point is None and remaining & self._slots.remains.slots_of(key):
+                    del deletion.rows[row]
+                    deletion.ticket.settle(row, False)
+
+    def _settle_durable(self) -> None:
+        for blob in [b for b in self._pending.values() if b.point and b.point.is_done()]:
+            assert blob.point is not None
+            del self._pending[blob.key]
+            self._slots.unpin([blob.slot])
+            blob.settle(blob.point.ok)
+        for deletion in list(self._deletions):
+            remains = self._slots.remains
+            if deletion.point is None and not any(map(remains.slots_of, deletion.rows.values())):
+                deletion.point = self._sync.point()
+            if deletion.point is not None and deletion.point.is_done():
+                self._deletions.remove(deletion)
+                for row in deletion.rows:
+                    deletion.ticket.settle(row, deletion.point.ok)
+
+    # Waiting
+
+    def _wait(self, ticket: Ticket) -> None:
+        self.poll()
+        while not ticket.is_done():
+            self._block()
+            self.poll()
+
+    def _block(self) -> None:
+        """Until something in flight may have ended, or a read missed its deadline."""
+        if any(read.overdue_at is not None for read in self._reads):
+            time.sleep(_LOOK_S)
+        elif self._reads:
+            self._reads[0].batch.synchronize()
+        elif self._writes or self._erases:
+            (self._writes or self._erases)[0].batch.synchronize()
+        else:
+            self._sync.flush()
+
+    def _enter(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the store is closed")
+        if threading.get_ident() != self._owner:
+            raise WrongThreadError("a store belongs to the thread that opened it")
+
+    def _check_rows(self, array: _Bytes, num_rows: int, what: str) -> None:
+        shape = (num_rows, self.identity.payload_bytes)
+        if array.dtype != np.uint8 or array.shape != shape or not array.flags.c_contiguous:
+            raise UsageError(f"{what} must be a contiguous uint8 array of shape {shape}")
+
+
+def _key_of(name: BlobName) -> Key:
+    return name.key, name.layer_group_id
+
+
+def _one(slot: int) -> Int32Array:
+    return np.array([slot], np.int32)
+
+
+def _check(model_fingerprint: bytes, codec: str, payload_bytes: int, tokens_per_block: int) -> None:
+    if len(model_fingerprint) != 32:
+        raise ConfigurationError("model_fingerprint has 32 bytes, such as a SHA-256")
+    if len(codec.encode()) > MAX_CODEC_BYTES:
+        raise ConfigurationError(f"codec takes more than {MAX_CODEC_BYTES} bytes")
+    if payload_bytes < 1 or tokens_per_block < 0:
+        raise ConfigurationError("payload_bytes must be positive, tokens_per_block not negative")
+
+
+def _bytes_per_blob(identity: FileIdentity) -> int:
+    """A slot, and its entry in the index."""
+    return slot_bytes_of(identity) + ENTRY.itemsize + 4 * identity.tokens_per_block
+
+
+def _slots_within(capacity_bytes: int, identity: FileIdentity) -> int:
+    each = _bytes_per_blob(identity)
+    num_slots = (capacity_bytes - _OVERHEAD_BYTES) // each
+    if num_slots < 1:
+        raise ConfigurationError(
+            f"capacity_bytes {capacity_bytes:,} holds no blob: one takes {each:,} bytes on disk, "
+            f"and the instance {_OVERHEAD_BYTES:,}"
+        )
+    return num_slots
