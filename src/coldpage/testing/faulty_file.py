@@ -247,9 +247,8 @@ class PowerCutFile(BlockFile):
                 return
             self._is_dead = True
             pieces = dict(self._firm)
-            writes = self._unsynced[:]
-            rng.shuffle(writes)  # the cache is written back in no order
-            for offset, data in writes:
+            # In order: losing later ones makes any of several to one place the last.
+            for offset, data in self._unsynced:
                 self._write_back(pieces, offset, data, rng)
             with open(self.path, "r+b", buffering=0) as file:
                 for at, data in pieces.items():
