@@ -164,13 +164,13 @@ def test_one_cut_hits_every_file_of_the_supply(tmp_path: Path) -> None:
 
 def test_what_was_cut_off_does_not_come_back(tmp_path: Path) -> None:
     for seed in range(10):
-        file = PowerCutFile(tmp_path / f"{seed}", 4 * BLOCK)
+        file = PowerCutFile(tmp_path / f"{seed}", NUM_BLOCKS * BLOCK)
         file.writev(BLOCK, [block_buffer(1, 2)])
-        file.writev(3 * BLOCK, [block_buffer(1)])
+        file.writev(3 * BLOCK, [block_buffer(1, 5)])
         file.resize(2 * BLOCK)
-        file.resize(4 * BLOCK)
+        file.resize(NUM_BLOCKS * BLOCK)
         file.power_cut(random.Random(seed))
         file.close()
         found = np.fromfile(file.path, np.uint8)
-        assert found.size == 4 * BLOCK
+        assert found.size == NUM_BLOCKS * BLOCK
         assert not found[2 * BLOCK :].any()
