@@ -64,7 +64,8 @@ class _Breaker:
     def note(self, ok: bool) -> None:
         """How one ended."""
         if ok:
-            self._num_in_row, self.retry_s, self.is_open = 0, FIRST_RETRY_S, False
+            self._num_in_row, self.retry_s = 0, FIRST_RETRY_S
+            self.is_open = self._is_trying = False
             return
         self._num_in_row += 1
         if not self.is_open and self._num_in_row >= self._max_failures:
@@ -77,7 +78,8 @@ class _Breaker:
 
     def close_on_trial(self) -> None:
         """Do it again; the next failure opens it at once."""
-        self.is_open, self._num_in_row = False, self._max_failures - 1
+        self.is_open = self._is_trying = False
+        self._num_in_row = self._max_failures - 1
 
 
 class TierHealth:
