@@ -5,6 +5,7 @@ It stops at the constructors of the manager; below, plain values travel.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "BufferConfig",
     "CacheTierConfig",
     "DeviceTierConfig",
+    "DiskAdmission",
     "DiskTierConfig",
     "HostTierConfig",
     "KVCacheDesc",
@@ -31,6 +33,13 @@ __all__ = [
 
 # A page has a bit for each level in columns of bytes.
 MAX_CACHE_TIERS: Final = 8
+
+
+class DiskAdmission(enum.Enum):
+    """Which committed blocks that no sequence holds are written to disk."""
+
+    ALWAYS = "always"  # all of them
+    SECOND_USE = "second-use"  # those that were computed or asked for a second time
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -77,7 +86,8 @@ class DiskTierConfig:
     that follows from model, geometry and codec. With ``write_behind`` committed pages are written
     when their sequence lets go of them, in the background, so that a crash loses little; without,
     when their room in memory is needed, and at the end. A read that takes longer than
-    ``read_deadline_s`` is a miss.
+    ``read_deadline_s`` is a miss. Pages that nobody has used for ``time_to_live_s`` are dropped.
+    ``admission`` spares the disk writes of what may never be wanted again.
     """
 
     path: str
@@ -86,6 +96,8 @@ class DiskTierConfig:
     instance_id: str | None = None
     write_behind: bool = False
     read_deadline_s: float = 10.0
+    time_to_live_s: float | None = None
+    admission: DiskAdmission = DiskAdmission.ALWAYS
 
     def __post_init__(self) -> None:
         _require(
@@ -95,6 +107,10 @@ class DiskTierConfig:
         _require(
             self.read_deadline_s > 0,
             f"read_deadline_s is {self.read_deadline_s}: give the disk some time, such as 10 s",
+        )
+        _require(
+            self.time_to_live_s is None or self.time_to_live_s > 0,
+            f"time_to_live_s is {self.time_to_live_s}: give a positive time, or None for ever",
         )
 
     @property

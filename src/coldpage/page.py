@@ -7,6 +7,7 @@ flight still reads it.
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import numpy as np
@@ -36,6 +37,8 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "version": np.int32,
     "priority": np.int16,
     "last_use": np.int64,
+    "last_use_ns": np.int64,
+    "is_admitted": np.bool_,
     "num_accesses": np.int32,
 }
 
@@ -56,7 +59,9 @@ class PageTable:
     node: Int32Array  # the prefix-tree node that holds it; 0: none, its contents are not committed
     version: Int32Array  # grows with each grant of writing: a transfer of older bytes is void
     priority: npt.NDArray[np.int16]
-    last_use: npt.NDArray[np.int64]
+    last_use: npt.NDArray[np.int64]  # by the table's own clock, which counts uses
+    last_use_ns: npt.NDArray[np.int64]  # by the time of day, as it is kept over restarts
+    is_admitted: npt.NDArray[np.bool_]  # worth a write to disk although nobody holds it
     num_accesses: Int32Array
 
     def __init__(self, num_levels: int) -> None:
@@ -102,6 +107,8 @@ class PageTable:
         self.priority[ids] = priority
         self.num_refs[ids] = 1
         self.last_use[ids] = self.clock
+        self.last_use_ns[ids] = time.time_ns()
+        self.is_admitted[ids] = True
         return ids
 
     def destroy(self, pages: Int32Array) -> None:
@@ -123,7 +130,13 @@ class PageTable:
         """Note a use of the pages now."""
         self.clock += 1
         self.last_use[pages] = self.clock
+        self.last_use_ns[pages] = time.time_ns()
         self.num_accesses[pages] += 1
+
+    def worth_writing(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which pages may cost a write to disk: those that a sequence holds, and those admitted."""
+        worth: npt.NDArray[np.bool_] = self.is_admitted[pages] | (self.num_refs[pages] > 0)
+        return worth
 
     def status(self, page: int) -> PageStatus:
         """What the page's holders allow; a view for readers, not for hot paths."""

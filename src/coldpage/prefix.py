@@ -8,6 +8,7 @@ of them never matches.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,10 +21,19 @@ from coldpage.page import PageTable
 from coldpage.store.format import BLANK_KEY, BlobName
 from coldpage.types import NO_PAGE, BlockKey, BlockOrdinal, Int32Array, LayerGroupId
 
-__all__ = ["EXACT_PROVENANCE", "PrefixTree", "block_key", "root_key"]
+__all__ = [
+    "EXACT_PROVENANCE",
+    "MAX_RECENT_KEYS",
+    "PrefixTree",
+    "RecentKeys",
+    "block_key",
+    "root_key",
+]
 
 # Of blocks that no codec which loses something can have touched.
 EXACT_PROVENANCE: Final = b"exact"
+# Some megabytes: a million tokens of blocks of 16.
+MAX_RECENT_KEYS: Final = 65_536
 _INITIAL_NODES: Final = 1024
 _NO_NODE: Final = 0  # row 0 is never a node
 _TOKEN_DTYPE: Final = np.dtype("<i4")
@@ -46,6 +56,22 @@ def block_key(parent: BlockKey, tokens: npt.ArrayLike) -> BlockKey:
     """SHA-256 over the parent's key and the tokens as 4-byte little-endian integers."""
     data = np.asarray(tokens, _TOKEN_DTYPE).tobytes()
     return BlockKey(hashlib.sha256(parent + data).digest())
+
+
+class RecentKeys:
+    """The block keys met last, a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def saw(self, key: BlockKey) -> bool:
+        """Whether the key was met not long ago; it has been now."""
+        is_known = key in self._keys
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > MAX_RECENT_KEYS:
+            self._keys.popitem(last=False)
+        return is_known
 
 
 class PrefixTree:

@@ -175,7 +175,7 @@ class LevelBuilder:
         counts = self._quotas.cold_slots(tier.quota_bytes, cold, strides, self._names[level])
         instance_id = tier.instance_id or default_instance_id(identity)
         directory = InstanceDirectory.open(tier.path, instance_id, identity)
-        disk = DiskTier(directory, identity, tier.read_deadline_s)
+        disk = DiskTier(directory, identity, tier.read_deadline_s, tier.time_to_live_s)
         self._resources.callback(disk.close)
         self._disk_tiers.append(disk)
         disk.open_files(files, list(counts))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from coldpage.block_table import BlockTable
 from coldpage.codecs import ColdPageCodec, PoolGroupDesc
-from coldpage.config import KVCacheManagerConfig, ReuseScope
+from coldpage.config import DiskAdmission, DiskTierConfig, KVCacheManagerConfig, ReuseScope
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice
 from coldpage.errors import ClosedError, WrongThreadError
@@ -23,7 +23,7 @@ from coldpage.manager.reopening import adopt_pages, index_of
 from coldpage.manager.stats import ManagerStats, PoolGroupStats, group_stats, level_stats
 from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.page import DEFAULT_PRIORITY
-from coldpage.prefix import block_key, root_key
+from coldpage.prefix import RecentKeys, block_key, root_key
 from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
 from coldpage.types import (
     HOT_LEVEL,
@@ -102,6 +102,10 @@ class KVCacheManager:
                 found = level.disk.recover(self.device.io, on_progress)
                 adopt_pages(self._storage, self._tree, self.layout, level, found)
 
+    def _admits_second_use(self) -> bool:
+        disks = [t for t in self.config.cache_tiers if isinstance(t, DiskTierConfig)]
+        return any(tier.admission is DiskAdmission.SECOND_USE for tier in disks)
+
     def _make_context(self) -> SequenceContext:
         layout, config = self.layout, self.config
         first, body = (
@@ -126,6 +130,7 @@ class KVCacheManager:
             is_open=lambda: not self._is_closed,
             max_capacity_tokens=lambda: self._capacity_tokens,
             wait_for_progress=self.device.wait_for_progress,
+            recent_keys=RecentKeys() if self._admits_second_use() else None,
             on_stored=self._hub.on_stored,
         )
 

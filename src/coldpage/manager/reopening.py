@@ -49,6 +49,7 @@ def adopt_pages(
         storage.adopt(level, group, pages, slots)
         table.priority[pages] = entries["priority"]
         table.last_use[pages] = _ranks(entries["last_use"])
+        table.last_use_ns[pages] = entries["last_use"].astype(np.int64)
         is_taken = tree.restore([names[row] for row in rows.tolist()], pages)
         storage.copies.bury(pages[~is_taken])
         num_taken += int(np.count_nonzero(is_taken))
@@ -79,7 +80,7 @@ def index_of(storage: Storage, tree: PrefixTree, level: LevelPools, per_block: i
         part = index.entries[rows]
         part["pool"], part["slot"] = pool, slots
         part["write_number"] = group.disk.write_numbers(slots)
-        part["last_use"], part["priority"] = table.last_use[pages], table.priority[pages]
+        part["last_use"], part["priority"] = table.last_use_ns[pages], table.priority[pages]
         for row, name in enumerate(tree.names(pages), start=start):
             fill_entry(index, row, name)
         start += int(pages.size)

@@ -5,6 +5,7 @@ medium can be trusted now.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,8 @@ __all__ = ["DiskTier"]
 _logger = logging.getLogger(__name__)
 
 _PREFIX: Final = "pool-"
+# How often pages that have lived too long are looked for: every one is looked at.
+_EXPIRY_INTERVAL_S: Final = 1.0
 
 
 class DiskTier:
@@ -43,9 +46,12 @@ class DiskTier:
         directory: InstanceDirectory,
         identity: InstanceIdentity,
         read_deadline_s: float,
+        time_to_live_s: float | None = None,
     ) -> None:
         self.directory = directory
         self.read_deadline_s = read_deadline_s
+        self._time_to_live_s = time_to_live_s
+        self._next_expiry_s = 0.0
         self.files: list[SlotFile] = []
         self.new_files: list[Path] = []  # that were not there before
         self.health = TierHealth()
@@ -77,6 +83,16 @@ class DiskTier:
         """How reads ended, one by one; one that took too long did not end well."""
         for is_good in ok.tolist():
             self.health.note_read(is_good)
+
+    def expiry_ns(self) -> int | None:
+        """The time of day before which a last use is too long ago; None when it is not time to
+        look, or pages live for ever.
+        """
+        now_s = time.monotonic()
+        if self._time_to_live_s is None or now_s < self._next_expiry_s:
+            return None
+        self._next_expiry_s = now_s + _EXPIRY_INTERVAL_S
+        return time.time_ns() - int(1e9 * self._time_to_live_s)
 
     def poll(self) -> None:
         """Start making durable what was written, when it is time. Never blocks."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from coldpage.block_table import BlockTable
 from coldpage.layout import LayerGroup
-from coldpage.prefix import PrefixTree
+from coldpage.prefix import PrefixTree, RecentKeys
 from coldpage.storage import Storage
 from coldpage.types import BlockKey, BlockOrdinal, Int32Array, LifeCycleId
 
@@ -60,6 +60,7 @@ class SequenceContext:
     max_capacity_tokens: Callable[[], int]  # of a sequence that has the whole hot level
     wait_for_progress: Callable[[float], None]
     # A block was committed: parent, key, tokens, and the pages the tree took.
+    recent_keys: RecentKeys | None  # None: every committed block may be written to disk
     on_stored: Callable[[BlockKey, BlockKey, Int32Array, Int32Array], None]
 
     def life_cycles(

@@ -410,10 +410,13 @@ class KVCache:
         # A window may need blocks again that have no pages.
         self._is_ready = False
 
-    def drop_blocks(self, positions: HalfOpenRange) -> DroppedBlocks:
-        """Make holes of the blocks that lie wholly in ``positions``: they lose their pages, and
-        attention skips them. Returns which those are, and which blocks were kept because the range
-        covers only a part of them, or because they are not full yet.
+    def drop_blocks(
+        self, positions: HalfOpenRange, layer_group_id: LayerGroupId | None = None
+    ) -> DroppedBlocks:
+        """Make holes of the blocks that lie wholly in ``positions``, in all layer groups or in that
+        one: they lose their pages, and attention skips them. Returns which those are, and which
+        blocks were kept because the range covers only a part of them, or because they are not full
+        yet.
 
         Other sequences and the prefix tree keep what they share. Counts and lengths stay as they
         are; this sequence's later blocks are no longer shared.
@@ -422,7 +425,8 @@ class KVCache:
         outcome = self._coverage.whole_and_cut(positions, self._history_length)
         if outcome.dropped:
             entries = np.zeros(self._table.pages.shape, np.bool_)
-            entries[:, list(outcome.dropped)] = True
+            groups = slice(None) if layer_group_id is None else [layer_group_id]
+            entries[groups, list(outcome.dropped)] = True
             entries &= ~self._table.is_hole
             self._release(self._table.make_holes(entries))
             self._storage.events.totals["masked_pages"] += int(entries.sum())
@@ -472,6 +476,9 @@ class KVCache:
             pages = self._table.pages[:, block]
             pages = np.where(is_missing[pages], NO_PAGE, pages)
             taken.append(self._context.tree.insert(parent, key, tokens, pages))
+            if self._context.recent_keys is not None:
+                is_second = self._context.recent_keys.saw(key)
+                self._storage.table.is_admitted[taken[-1]] = is_second
             self._context.on_stored(parent, key, tokens, taken[-1])
         if self._stream is not None and taken:
             # Another sequence may read them from now on, and must come after what this stream

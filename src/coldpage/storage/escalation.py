@@ -151,6 +151,8 @@ class Escalation:
         for level in self._levels[1:]:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
+            if level.is_disk:
+                is_taken |= ~table.worth_writing(pages)
             rest, pages = [pages[is_taken]], pages[~is_taken]
             for group, members in level.split(table.life_cycle[pages], pages):
                 may_lose = on_coldest if level is self._levels[-1] else losable
@@ -312,6 +314,8 @@ class Escalation:
         """Start giving pages of a level in memory a copy on a level below it, as far as there is
         room at the cost of pages that nobody holds, and the level below takes any.
         """
+        if below.is_disk:
+            pages = pages[self._table.worth_writing(pages)]
         if not pages.size or not below.may_write:
             return
         for group, members in below.split(self._table.life_cycle[pages], pages):

@@ -18,7 +18,7 @@ from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
-from coldpage.storage.copies import BAD_DISK, PLANNED, PageCopies
+from coldpage.storage.copies import BAD_DISK, EXPIRED, PLANNED, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.resizing import Resizing
 from coldpage.storage.usage import UsageSamples
@@ -253,6 +253,7 @@ class Storage:
         table = self.table
         table.num_refs[pages] += 1
         table.priority[pages] = np.maximum(table.priority[pages], priority)
+        table.is_admitted[pages] = True
 
     def release(self, pages: Int32Array, stream: Stream | None, *, is_locked: bool) -> None:
         """One sequence less refers to the pages; what nobody refers to is freed, committed pages
@@ -342,7 +343,21 @@ class Storage:
         for level in self.levels:
             if level.is_disk:
                 level.disk.poll()
+                self._expire(level)
         self.usage.sample()
+
+    def _expire(self, level: LevelPools) -> None:
+        """Once a while drop what nobody has used for the time that the disk tier allows."""
+        limit_ns = level.disk.expiry_ns()
+        if limit_ns is None:
+            return
+        table = self.table
+        is_old = (table.last_use_ns < limit_ns) & (table.node != 0) & (table.num_refs == 0)
+        pages = np.flatnonzero(is_old & ((table.present & level.bit) != 0)).astype(np.int32)
+        if pages.size:
+            self.events.totals["expired_pages"] += int(pages.size)
+            self.events.lost(pages, EXPIRED)
+            self.copies.forget(pages)
 
     def _advance_backup(self, backup: Backup) -> None:
         assert self._disk_moves is not None
