@@ -59,8 +59,8 @@ class SequenceContext:
     is_open: Callable[[], bool]
     max_capacity_tokens: Callable[[], int]  # of a sequence that has the whole hot level
     wait_for_progress: Callable[[float], None]
-    # A block was committed: parent, key, tokens, and the pages the tree took.
     recent_keys: RecentKeys | None  # None: every committed block may be written to disk
+    # A block was committed: parent, key, tokens, and the pages the tree took.
     on_stored: Callable[[BlockKey, BlockKey, Int32Array, Int32Array], None]
 
     def life_cycles(

@@ -64,8 +64,9 @@ class Backup:
         on_disk = ((table.present[pages] | table.reserved[pages] | table.busy[pages]) & bit) != 0
         in_memory = (table.present[pages] & (bit - np.uint8(1))) != 0
         at_rest = (table.num_locks[pages] == 0) & ~table.is_missing[pages]
-        wanted: npt.NDArray[np.bool_] = in_memory & ~on_disk & at_rest & table.worth_writing(pages)
-        return wanted & (table.node[pages] != 0)
+        is_worth = table.worth_writing(pages) & (table.node[pages] != 0)
+        wanted: npt.NDArray[np.bool_] = in_memory & ~on_disk & at_rest & is_worth
+        return wanted
 
     def advance(self, num_pages: int) -> None:
         """Start writing up to ``num_pages`` of the pages noted first."""
