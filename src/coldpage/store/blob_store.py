@@ -43,7 +43,7 @@ _OVERHEAD_BYTES: Final = 16 * 1024
 # How often a wait looks whether a read has missed its deadline.
 _LOOK_S: Final = 0.0005
 
-OpenFile = Callable[[Path, int], BlockFile]
+_OpenFile = Callable[[Path, int], BlockFile]
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -79,7 +79,7 @@ class BlobStore(KeyedStore):
         max_sync_delay_s: float = MAX_DELAY_S,
         io: IoExecutor | None = None,
         progress: recovery.Progress | None = None,
-        open_file: OpenFile = BlockFile,
+        open_file: _OpenFile = BlockFile,
     ) -> None:
         """Open or create. Blocks: without a clean end before, while every header is read
         (``progress`` hears of it).
@@ -90,11 +90,9 @@ class BlobStore(KeyedStore):
         does not allow.
         """
         _check(model_fingerprint, codec, payload_bytes, tokens_per_block)
-        identity = FileIdentity(model_fingerprint, codec, payload_bytes, tokens_per_block)
-        num_slots = _slots_within(capacity_bytes, identity)
+        self.identity = FileIdentity(model_fingerprint, codec, payload_bytes, tokens_per_block)
         geometry = f"blobs of {payload_bytes} bytes, {tokens_per_block} tokens a block"
         instance = InstanceIdentity(model_fingerprint, codec, geometry)
-        self.identity = identity
         self.instance_id = instance_id or default_instance_id(instance)
         self.health = TierHealth(f"the store in {path}")
         self._digest = instance.digest
@@ -107,26 +105,29 @@ class BlobStore(KeyedStore):
         self._erases: list[Write] = []
         self._deletions: list[Deletion] = []
         self._pending: dict[Key, PendingBlob] = {}  # from the put until it is durable, or failed
+        num_slots = _slots_within(capacity_bytes, self.identity)
         with contextlib.ExitStack() as resources:
             self._io = io or ThreadedIo(Progress())
             if io is None:
                 resources.callback(self._io.close)
             self._directory = InstanceDirectory.open(path, self.instance_id, instance)
             resources.callback(self._directory.close)
-            file = open_file(self._directory.path / _FILE_NAME, num_slots * slot_bytes_of(identity))
+            num_bytes = num_slots * slot_bytes_of(self.identity)
+            file = open_file(self._directory.path / _FILE_NAME, num_bytes)
             resources.callback(file.close)
-            self._file = SlotFile(file, num_slots, identity)
-            found = recovery.recover(
-                self._directory.path, [self._file], self._digest, self._io, progress
-            )
-            self._slots = BlobSlots(num_slots, tokens_per_block, found)
-            # A slot can not be taken for another blob before its own is durable.
-            max_writes = min(MAX_WRITES, max(1, num_slots // 4))
-            self._sync = SyncBatcher(
-                [self._file], self._io, max_delay_s=max_sync_delay_s, max_writes=max_writes
-            )
+            self._file = SlotFile(file, num_slots, self.identity)
+            self._slots = BlobSlots(self._file, self._recover(progress))
             self._resources = resources.pop_all()
+        # A slot can not be taken for another blob before its own is durable.
+        max_writes = min(MAX_WRITES, max(1, num_slots // 4))
+        self._sync = SyncBatcher(
+            [self._file], self._io, max_delay_s=max_sync_delay_s, max_writes=max_writes
+        )
         self._is_closed = False
+
+    def _recover(self, progress: recovery.Progress | None) -> recovery.Recovered:
+        directory = self._directory.path
+        return recovery.recover(directory, [self._file], self._digest, self._io, progress)
 
     @staticmethod
     def capacity_for(num_blobs: int, identity: FileIdentity) -> int:

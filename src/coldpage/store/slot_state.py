@@ -13,6 +13,7 @@ from coldpage.store.operations import Key
 from coldpage.store.recovery import Recovered
 from coldpage.store.remains import Remains
 from coldpage.store.sidecar import ENTRY, SlotIndex, fill_entry
+from coldpage.store.slot_file import SlotFile
 from coldpage.types import BlockKey, Int32Array, Int64Array, LayerGroupId
 
 __all__ = ["BlobSlots"]
@@ -23,12 +24,13 @@ class BlobSlots:
     be erased.
     """
 
-    def __init__(self, num_slots: int, tokens_per_block: int, found: Recovered) -> None:
+    def __init__(self, file: SlotFile, found: Recovered) -> None:
+        num_slots, per_block = file.num_slots, file.identity.tokens_per_block
         self.slot_of: dict[Key, int] = {}
         self.remains = Remains()
         # One row a slot; of those that ``slot_of`` names all fields but the write number are true.
         self.index = SlotIndex(
-            np.zeros(num_slots, ENTRY), np.zeros((num_slots, tokens_per_block), np.int32)
+            np.zeros(num_slots, ENTRY), np.zeros((num_slots, per_block), np.int32)
         )
         self._is_taken: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._num_pins: Int32Array = np.zeros(num_slots, np.int32)
