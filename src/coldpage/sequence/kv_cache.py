@@ -479,6 +479,7 @@ class KVCache:
             if self._context.recent_keys is not None:
                 is_second = self._context.recent_keys.saw(key)
                 self._storage.table.is_admitted[taken[-1]] = is_second
+            self._storage.name(taken[-1])
             self._context.on_stored(parent, key, tokens, taken[-1])
         if self._stream is not None and taken:
             # Another sequence may read them from now on, and must come after what this stream

@@ -246,6 +246,17 @@ class Storage:
         group.slots.adopt(slots, pages)
         table.clock = max(table.clock, int(pages.size))
 
+    def name(self, pages: Int32Array) -> None:
+        """The pages, which active sequences hold, belong to committed blocks from now on. Copies on
+        disk from before bear no name, so no restart would find them: they are given up, and so is
+        what is on its way there.
+        """
+        table = self.table
+        for level in self.levels:
+            if level.is_disk:
+                table.version[pages[(table.reserved[pages] & level.bit) != 0]] += 1
+                self.copies.drop(level, pages)
+
     # ------------------------------------------------------------------ holding
 
     def hold(self, pages: Int32Array, priority: Priority) -> None:
