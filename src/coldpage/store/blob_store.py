@@ -254,6 +254,14 @@ class BlobStore(KeyedStore):
         finally:
             self._resources.close()
 
+    def check_integrity(self) -> None:
+        """Assert that every slot is accounted for. For tests; takes time."""
+        busy = [slot for operation in (*self._writes, *self._erases) for slot in operation.slots]
+        self._slots.check_integrity(busy)
+        reading = [read.slot for read in self._reads]
+        undurable = [blob.slot for blob in self._pending.values() if blob.point is not None]
+        self._slots.check_pins([*busy, *reading, *undurable])
+
     def _leave_index(self) -> None:
         if len(self._slots.remains):
             # Only a scan would know of them.

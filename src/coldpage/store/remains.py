@@ -22,6 +22,11 @@ class Remains:
         """The number of slots with remains."""
         return len(self._keys)
 
+    @property
+    def slots(self) -> frozenset[int]:
+        """All slots with remains."""
+        return frozenset(self._keys)
+
     def add(self, slot: int, key: Hashable) -> None:
         """The slot's header may name ``key`` until something overwrites it."""
         self._keys.setdefault(slot, set()).add(key)

@@ -136,6 +136,22 @@ class BlobSlots:
         else:
             self.erase_later(slot)
 
+    def check_integrity(self, busy: Sequence[int]) -> None:
+        """Every slot is exactly one of free, taken, waiting to be erased, or ``busy``: written or
+        erased now.
+        """
+        taken = np.flatnonzero(self._is_taken).tolist()
+        everything = sorted([*self._free, *taken, *self._to_erase, *busy])
+        assert everything == list(range(self._is_taken.size)), "a slot is lost, or twice somewhere"
+        assert sorted(self.slot_of.values()) == taken, "the index and the slots agree"
+        assert all(self.key_in(slot) == key for key, slot in self.slot_of.items()), "by key too"
+        assert not set(self._free) & self.remains.slots, "a free slot is blank"
+
+    def check_pins(self, slots: Sequence[int]) -> None:
+        """A slot is pinned as often as it is named here."""
+        expected = np.bincount(slots, minlength=self._num_pins.size) if slots else 0
+        assert (self._num_pins == expected).all(), "a pin is lost, or too many"
+
 
 def _keys(entries: npt.NDArray[np.void]) -> list[Key]:
     keys, groups = entries["key"].tolist(), entries["layer_group"].tolist()
