@@ -26,7 +26,7 @@ from coldpage.device.base import Device
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.layout import HotLayout, hot_layout
 from coldpage.migration import NUM_SCRATCH_SLOTS
-from coldpage.pools.disk import disk_slot_bytes
+from coldpage.store import FileIdentity, slot_bytes_of
 from coldpage.testing.example_codecs import (
     CoarseCodec,
     DeviceIndexCodec,
@@ -98,6 +98,11 @@ CODECS = ("concat", "padding", "device-index", "position", "position-device", "s
 LOSSY_CODECS = ("coarse", "coarse-body")
 # Another object, and the same cold pages.
 _FORMATS = {"slow": "concat", "position-device": "position"}
+
+
+def disk_slot_bytes(payload_bytes: int, per_block: int) -> int:
+    """What a page takes on disk, header included; names of codecs here are short."""
+    return slot_bytes_of(FileIdentity(bytes(32), "", payload_bytes, per_block))
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,9 @@ class Setup:
             )
             for lc in groups
         ]
-        return num_blocks * sum(disk_slot_bytes(p) if medium == "disk" else p for p in pages)
+        if medium == "disk":
+            pages = [disk_slot_bytes(page, self.per_block) for page in pages]
+        return num_blocks * sum(pages)
 
     def _cold_bytes(self, layout: HotLayout, life_cycle_id: LifeCycleId, codec: str) -> int:
         life_cycle = layout.life_cycles[life_cycle_id]

@@ -33,7 +33,6 @@ from coldpage.device.base import Stream
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.layout import HotLayout, hot_layout
 from coldpage.migration import NUM_SCRATCH_SLOTS
-from coldpage.pools.disk import disk_slot_bytes
 from coldpage.sequence import KVCache, OnMissing
 from coldpage.testing.index_poison import IndexPoisoningCodec
 from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
@@ -50,7 +49,7 @@ from coldpage.types import (
     PoolIndex,
     Priority,
 )
-from tests.property.setups import layers_of, simulated
+from tests.property.setups import disk_slot_bytes, layers_of, simulated
 
 Bytes = npt.NDArray[np.uint8]
 MakeCodec = Callable[[], ColdPageCodec]
@@ -159,6 +158,7 @@ class Rig:
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
         self.device = simulated(seed) if device is None else device
+        self._per_block = per_block
         self.layers = layers_of(kind, per_block) if isinstance(kind, str) else kind
         self.layout = hot_layout(
             self.layers, separate_sinks=bool(settings.get("separate_sink_pages"))
@@ -246,7 +246,7 @@ class Rig:
             return num_blocks * sum(hot) + self.has_scratch * NUM_SCRATCH_SLOTS * scratch
         sizes = cold_page_bytes(self._makes[level], self.layout)
         if isinstance(self._tiers[level], DiskTierConfig):
-            sizes = [disk_slot_bytes(size) for size in sizes]
+            sizes = [disk_slot_bytes(size, self._per_block) for size in sizes]
         return num_blocks * sum(sizes)
 
     # ------------------------------------------------------------------ acting

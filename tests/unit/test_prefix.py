@@ -14,23 +14,44 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coldpage.config import ReuseScope
+from coldpage.layout import LifeCycle
 from coldpage.page import PageTable
 from coldpage.prefix import EXACT_PROVENANCE, PrefixTree, block_key, root_key
-from coldpage.types import NO_PAGE, BlockKey, LayerGroupId, Priority
+from coldpage.store import BLANK_KEY
+from coldpage.types import (
+    NO_PAGE,
+    BlockKey,
+    BlockOrdinal,
+    Int32Array,
+    LayerGroupId,
+    LifeCycleId,
+    PageClass,
+    PoolGroupIndex,
+    Priority,
+)
 
 # Two layer groups, each with a life cycle for sinks and one for the body.
-_LAYER_GROUP_OF = tuple(map(LayerGroupId, (0, 0, 1, 1)))
+_LIFE_CYCLES = tuple(
+    LifeCycle(LifeCycleId(2 * group + i), LayerGroupId(group), page_class, PoolGroupIndex(0), ())
+    for group in range(2)
+    for i, page_class in enumerate((PageClass.SINK, PageClass.BODY))
+)
 _NUM_LAYER_GROUPS = 2
+_PER_BLOCK = 2
 _ROOT = root_key(b"model", ReuseScope(), EXACT_PROVENANCE)
 
 # A prefix: its blocks, each one number that stands for the block's tokens.
 _Prefix = tuple[int, ...]
 
 
+def _tokens(block: int) -> Int32Array:
+    return np.array([block, block + 1], np.int32)
+
+
 def _keys(prefix: _Prefix) -> list[BlockKey]:
     keys = [_ROOT]
     for block in prefix:
-        keys.append(block_key(keys[-1], [block, block + 1]))
+        keys.append(block_key(keys[-1], _tokens(block)))
     return keys
 
 
@@ -47,7 +68,7 @@ class _Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = PageTable(num_levels=1)
-        self.tree = PrefixTree(self.table, _LAYER_GROUP_OF)
+        self.tree = PrefixTree(self.table, _LIFE_CYCLES, _PER_BLOCK)
         self.nodes: dict[_Prefix, _Node] = {}
         self.asked: set[_Prefix] = {()}
         self.made: list[int] = []
@@ -64,13 +85,15 @@ class _Machine(RuleBasedStateMachine):
             pages = np.zeros(_NUM_LAYER_GROUPS, np.int32)
             for layer_group in range(_NUM_LAYER_GROUPS):
                 if has_page[2 * depth + layer_group]:
-                    pages[layer_group] = self._new_page(2 * layer_group + (depth > 0))
-            taken = self.tree.insert(keys[depth], keys[depth + 1], pages)
+                    pages[layer_group] = self._new_page(2 * layer_group + (depth > 0), depth)
+            taken = self.tree.insert(
+                keys[depth], keys[depth + 1], _tokens(prefix[depth]), pages
+            )
             assert sorted(taken.tolist()) == self._insert(prefix[: depth + 1], pages.tolist())
 
-    def _new_page(self, life_cycle: int) -> int:
-        cycles = np.array([life_cycle], np.int16)
-        page = int(self.table.create(cycles, np.zeros(1, np.int32), Priority(1))[0])
+    def _new_page(self, life_cycle: int, ordinal: int) -> int:
+        cycles, ordinals = np.array([life_cycle], np.int16), np.array([ordinal], np.int32)
+        page = int(self.table.create(cycles, ordinals, Priority(1))[0])
         self.made.append(page)
         return page
 
@@ -149,6 +172,40 @@ class _Machine(RuleBasedStateMachine):
             assert self.tree.key_of(page) == key_of.get(page)
         assert self.tree.key_of(NO_PAGE) is None
 
+    @invariant()
+    def a_page_is_named_by_its_prefix(self) -> None:
+        held = self._held()
+        pages = np.array([self.nodes[p].pages[g] for p, g in held], np.int32)
+        for (prefix, group), name in zip(held, self.tree.names(pages), strict=True):
+            keys = _keys(prefix)
+            assert (name.key, name.parent_key) == (keys[-1], keys[-2])
+            assert name.tokens.tolist() == _tokens(prefix[-1]).tolist()
+            assert (name.layer_group_id, name.ordinal) == (group, len(prefix) - 1)
+            assert name.page_class is (PageClass.SINK if len(prefix) == 1 else PageClass.BODY)
+
+    @precondition(lambda self: self._held())
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        """Some pages are found again, in any order: those that a first block leads to are back."""
+        held = data.draw(st.permutations(self._held()))
+        held = held[: data.draw(st.integers(1, len(held)))]
+        names = self.tree.names(np.array([self.nodes[p].pages[g] for p, g in held], np.int32))
+        table = PageTable(num_levels=1)
+        tree = PrefixTree(table, _LIFE_CYCLES, _PER_BLOCK)
+        life_cycles = [2 * g + (len(p) > 1) for p, g in held]
+        ordinals = np.array([len(p) - 1 for p, _ in held], np.int32)
+        pages = table.create(np.array(life_cycles, np.int16), ordinals, Priority(1))
+        is_taken = tree.restore(names, pages)
+        tree.check_integrity()
+        found = {prefix for prefix, _ in held}
+        for (prefix, group), page, is_back in zip(held, pages.tolist(), is_taken, strict=True):
+            is_whole = all(prefix[:depth] in found for depth in range(1, len(prefix)))
+            assert is_back == is_whole
+            if is_back:
+                assert tree.find(_keys(prefix)[1:])[group, -1] == page
+                (name,) = tree.names(np.array([page], np.int32))
+                assert name.tokens.tolist() == _tokens(prefix[-1]).tolist()
+
 
 _Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
 test_the_tree_is_a_dictionary_of_prefixes = _Machine.TestCase
@@ -157,14 +214,14 @@ test_the_tree_is_a_dictionary_of_prefixes = _Machine.TestCase
 def _tree_and_pages(num_pages: int) -> tuple[PageTable, PrefixTree, np.ndarray]:
     table = PageTable(num_levels=1)
     pages = table.create(np.zeros(num_pages, np.int16), np.zeros(num_pages, np.int32), Priority(1))
-    return table, PrefixTree(table, [LayerGroupId(0)]), pages
+    return table, PrefixTree(table, _LIFE_CYCLES[:1], _PER_BLOCK), pages
 
 
 def test_a_page_that_another_block_holds_is_not_taken_again() -> None:
     _, tree, pages = _tree_and_pages(1)
     keys = _keys((1, 2))
-    assert tree.insert(keys[0], keys[1], pages).tolist() == pages.tolist()
-    assert tree.insert(keys[1], keys[2], pages).tolist() == []
+    assert tree.insert(keys[0], keys[1], _tokens(1), pages).tolist() == pages.tolist()
+    assert tree.insert(keys[1], keys[2], _tokens(2), pages).tolist() == []
     assert tree.find(keys[1:]).tolist() == [pages.tolist()]
     tree.check_integrity()
 
@@ -174,7 +231,9 @@ def test_thousands_of_blocks_come_and_go_and_rows_are_used_again() -> None:
     keys = _keys(tuple(range(3000)))
     for _ in range(2):
         for depth in range(3000):
-            tree.insert(keys[depth], keys[depth + 1], pages[depth : depth + 1])
+            tree.insert(
+                keys[depth], keys[depth + 1], _tokens(depth), pages[depth : depth + 1]
+            )
         assert tree.find(keys[1:]).tolist() == [pages.tolist()]
         tree.check_integrity()
         nodes = table.node[pages].copy()
@@ -187,12 +246,12 @@ def test_thousands_of_blocks_come_and_go_and_rows_are_used_again() -> None:
 
 def test_sinks_and_body_of_a_layer_group_share_its_row() -> None:
     table = PageTable(num_levels=1)
-    tree = PrefixTree(table, _LAYER_GROUP_OF)
+    tree = PrefixTree(table, _LIFE_CYCLES, _PER_BLOCK)
     assert tree.find([]).shape == (_NUM_LAYER_GROUPS, 0), "a row a layer group, not a life cycle"
     keys = _keys((1, 2))
     pages = table.create(np.array([0, 2, 1, 3], np.int16), np.zeros(4, np.int32), Priority(1))
-    tree.insert(keys[0], keys[1], pages[:2])
-    tree.insert(keys[1], keys[2], pages[2:])
+    tree.insert(keys[0], keys[1], _tokens(1), pages[:2])
+    tree.insert(keys[1], keys[2], _tokens(2), pages[2:])
     assert tree.find(keys[1:]).tolist() == [[pages[0], pages[2]], [pages[1], pages[3]]]
     assert tree.pages_of(LayerGroupId(1)).tolist() == [pages[1], pages[3]]
     nodes = table.node[pages].copy()
@@ -213,11 +272,11 @@ def test_sinks_and_body_of_a_layer_group_share_its_row() -> None:
 )
 def test_damage_is_noticed(damage: str, sentence: str) -> None:
     table = PageTable(num_levels=1)
-    tree = PrefixTree(table, _LAYER_GROUP_OF)
+    tree = PrefixTree(table, _LIFE_CYCLES, _PER_BLOCK)
     pages = table.create(np.array([0, 1, 2], np.int16), np.zeros(3, np.int32), Priority(1))
     keys = _keys((1, 2))
-    tree.insert(keys[0], keys[1], np.array([pages[0], NO_PAGE], np.int32))
-    tree.insert(keys[1], keys[2], np.array([pages[1], NO_PAGE], np.int32))
+    tree.insert(keys[0], keys[1], _tokens(1), np.array([pages[0], NO_PAGE], np.int32))
+    tree.insert(keys[1], keys[2], _tokens(2), np.array([pages[1], NO_PAGE], np.int32))
     tree.check_integrity()
     if damage == "a node":
         table.node[pages[0]] = table.node[pages[1]]
@@ -229,6 +288,23 @@ def test_damage_is_noticed(damage: str, sentence: str) -> None:
         tree._num_children[table.node[pages[1]]] += 1
     with pytest.raises(AssertionError, match=sentence):
         tree.check_integrity()
+
+
+def test_what_is_not_committed_has_no_name() -> None:
+    _, tree, pages = _tree_and_pages(1)
+    (name,) = tree.names(pages)
+    assert (name.key, name.parent_key, name.tokens.size) == (BLANK_KEY, BLANK_KEY, 0)
+    assert (name.page_class, name.ordinal) == (PageClass.SINK, BlockOrdinal(0))
+
+
+def test_a_second_page_of_a_block_is_not_restored() -> None:
+    table, tree, pages = _tree_and_pages(2)
+    keys = _keys((1,))
+    tree.insert(keys[0], keys[1], _tokens(1), pages[:1])
+    (name,) = tree.names(pages[:1])
+    assert tree.restore([name], pages[1:]).tolist() == [False]
+    assert tree.find(keys[1:]).tolist() == [[pages[0]]]
+    assert table.node[pages[1]] == 0
 
 
 # ---------------------------------------------------------------------- keys

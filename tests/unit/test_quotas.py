@@ -36,7 +36,7 @@ from coldpage.layout import HotLayout, hot_layout, slot_counts
 from coldpage.manager import KVCacheManager
 from coldpage.manager.quotas import Quotas, max_sequence_tokens
 from coldpage.migration import NUM_SCRATCH_SLOTS
-from coldpage.pools import LevelPools, MemoryPool, PoolGroup, disk_slot_bytes
+from coldpage.pools import LevelPools, MemoryPool, PoolGroup
 from coldpage.slots import SlotAllocator
 from coldpage.storage.usage import MIN_USAGE_SAMPLES, UsageSamples
 from coldpage.testing.example_codecs import CoarseCodec
@@ -48,6 +48,7 @@ from coldpage.types import (
     LayerId,
     PoolGroupIndex,
 )
+from tests.property.setups import disk_slot_bytes
 
 _PER_BLOCK = 4
 _ROOMY = 1 << 20
@@ -251,7 +252,7 @@ def test_a_cold_level_needs_one_slot_of_each_of_its_pool_groups(tmp_path: Path) 
         )
 
     sizes = (64, 32, 192, 96)
-    strides = [disk_slot_bytes(size) for size in sizes]
+    strides = [disk_slot_bytes(size, _PER_BLOCK) for size in sizes]
     assert len(set(strides)) == 1
     least = config(sum(sizes), sum(strides))
     with KVCacheManager(least, codec=CoarseCodec(keeps_sinks=True)) as manager:
@@ -281,7 +282,7 @@ def test_a_ratio_is_of_hot_bytes_and_cold_levels_keep_its_slots(
     hot = [int(hot_bytes * first / total / 192), int(hot_bytes * second / total / 64)]
     cold = (96, 32)  # half of a hot page
     host_bytes = sum(n * size for n, size in zip(hot, cold, strict=True))
-    disk_bytes = sum(n * disk_slot_bytes(size) for n, size in zip(hot, cold, strict=True))
+    disk_bytes = sum(n * disk_slot_bytes(size, _PER_BLOCK) for n, size in zip(hot, cold, strict=True))
     config = _config(
         HostTierConfig(host_bytes),
         DiskTierConfig(str(tmp_path), disk_bytes),
