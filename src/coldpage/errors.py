@@ -11,6 +11,7 @@ ColdpageError
 ├── DeviceError (RuntimeError)           allocation, copy or launch failed at submission
 │   └── SubmissionError                  a codec or copy was rejected before any work was enqueued
 ├── StorageError (OSError)               the disk tier's file can not be used
+│   └── SnapshotError                    a saved session can not be written, read or used here
 └── ModelError (ValueError)              a model can not be loaded or served
 
 A bug is an ``AssertionError``. Expected outcomes ("does not fit now") are return values.
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceError",
     "ModelError",
     "OutOfPagesError",
+    "SnapshotError",
     "StorageError",
     "SubmissionError",
     "UsageError",
@@ -76,6 +78,10 @@ class SubmissionError(DeviceError):
 
 class StorageError(ColdpageError, OSError):
     """The disk tier's file can not be opened, sized or used."""
+
+
+class SnapshotError(StorageError):
+    """A file of saved sequences can not be written, or can not be used here; nothing of it is."""
 
 
 class ModelError(ColdpageError, ValueError):

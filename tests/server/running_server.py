@@ -49,6 +49,15 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Waits for a condition. Raises ``AssertionError`` when it does not come."""
     deadline = time.monotonic() + deadline_s
@@ -65,6 +74,7 @@ class RunningServer:
         flags.setdefault("disk", "none")
         flags.setdefault("hot", "64MiB")
         flags.setdefault("host", "none")
+        flags.setdefault("save_dir", "none")
         self.url = f"http://127.0.0.1:{self.port}"
         self._files = contextlib.ExitStack()
         self._output = self._files.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
@@ -121,6 +131,21 @@ class RunningServer:
             lambda: (health := self.health()) is not None and health.status_code == 200, deadline_s
         )
         return self
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process id."""
+        pid = self.process.pid
+        (engine,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(engine)
+
+    def kill(self) -> None:
+        """SIGKILL for both processes, as a power cut ends them; returns when they are gone."""
+        engine = self.engine_pid
+        os.kill(engine, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        wait_until(lambda: not is_alive(engine))
 
     def wait_exit(self) -> int:
         """Waits for the end of the process; its status."""

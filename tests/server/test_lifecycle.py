@@ -17,18 +17,16 @@ import uvloop
 from coldpage.engine.messages import EngineSettings, Reply, StartFailed
 from coldpage.server.engine_process import EngineProcess
 from coldpage.server.serve import bind
-from tests.server.running_server import ENGINE, RunningServer, chat, events, wait_until
+from tests.server.running_server import (
+    ENGINE,
+    RunningServer,
+    chat,
+    events,
+    is_alive,
+    wait_until,
+)
 
 CHAT = "/v1/chat/completions"
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def engine_pid(http: httpx.Client) -> int:

@@ -106,6 +106,23 @@ def _size_help(text: str, tier: str, resource: str) -> str:
     help="How the hot bytes are divided between layer groups (layers with one window), such as "
     "0.7,0.3. Default: as a sequence of 4,096 tokens needs them.",
 )
+@click.option(
+    "--instance-id",
+    metavar="ID",
+    help="Under which name the disk tier finds what it held. [default: follows from the model]",
+)
+@click.option(
+    "--save-dir",
+    metavar="PATH",
+    help="Where sessions are saved; none: nowhere. [default: under the user's cache directory]",
+)
+@click.option(
+    "--shutdown-budget",
+    type=click.FloatRange(0, 3600),
+    default=10.0,
+    show_default=True,
+    help="Seconds that a clean stop may take to write what is cached to disk.",
+)
 def serve(**flags: Any) -> None:
     """Serve MODEL, a Hugging Face directory or a GGUF file, to OpenAI clients.
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from coldpage.errors import ConfigurationError
+from coldpage.store import list_instances
 
 __all__ = [
     "default_disk_directory",
+    "default_save_directory",
     "expand_user",
     "free_bytes_for",
     "memory_bytes",
@@ -48,11 +50,19 @@ def expand_user(path: str) -> Path:
 
 def default_disk_directory() -> Path:
     """Where the disk tier lives unless told otherwise: under the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or expand_user("~/.cache")
-    return Path(cache) / "coldpage" / "disk"
+    return _cache_directory() / "disk"
 
 
-def prepare_directory(path: Path) -> None:
+def default_save_directory() -> Path:
+    """Where sessions are saved unless told otherwise: under the user's cache directory."""
+    return _cache_directory() / "saved"
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or expand_user("~/.cache")) / "coldpage"
+
+
+def prepare_directory(path: Path, flag: str) -> None:
     """Makes the directory, 0700, and tries to write there. Raises ``ConfigurationError``."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,22 +70,34 @@ def prepare_directory(path: Path) -> None:
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigurationError(f"--disk: can not write to {path}: {reason}") from error
+        raise ConfigurationError(f"{flag}: can not write to {path}: {reason}") from error
 
 
-def free_bytes_for(path: Path) -> int:
-    """Free space for a disk tier in a directory: the pools that an earlier run left there will be
-    reused. Raises ``ConfigurationError``.
+def free_bytes_for(path: Path, instance_id: str | None = None) -> int:
+    """Free space for a disk tier in a directory: what the instance of that id left there will be
+    reused. With None it is not known yet which that is: the largest that nobody has open.
+
+    Raises ``ConfigurationError``.
     """
     try:
-        with os.scandir(path) as entries:
-            left_bytes = sum(
-                entry.stat(follow_symlinks=False).st_blocks * 512
-                for entry in entries
-                if fnmatch.fnmatchcase(entry.name, _POOL_FILES)
-                and entry.is_file(follow_symlinks=False)
-            )
+        left_bytes = max(
+            (
+                _pool_bytes(instance.directory)
+                for instance in list_instances(path)
+                if not instance.is_locked and instance_id in (None, instance.instance_id)
+            ),
+            default=0,
+        )
         return shutil.disk_usage(path).free + left_bytes
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigurationError(f"--disk: can not look into {path}: {reason}") from error
+
+
+def _pool_bytes(directory: Path) -> int:
+    with os.scandir(directory) as entries:
+        return sum(
+            entry.stat(follow_symlinks=False).st_blocks * 512
+            for entry in entries
+            if fnmatch.fnmatchcase(entry.name, _POOL_FILES) and entry.is_file(follow_symlinks=False)
+        )

@@ -15,6 +15,7 @@ from rich.table import Table
 from coldpage.cli.failure import end_with
 from coldpage.cli.machine import (
     default_disk_directory,
+    default_save_directory,
     expand_user,
     free_bytes_for,
     memory_bytes,
@@ -50,6 +51,9 @@ class ServeFlags:
     max_batch: int = 8
     max_waiting: int = 64
     pool_ratio: str | None = None
+    instance_id: str | None = None
+    save_dir: str | None = None
+    shutdown_budget: float = 10.0
 
 
 def check_model(model: str | None) -> str | None:
@@ -64,17 +68,25 @@ def check_model(model: str | None) -> str | None:
     return str(path.absolute())
 
 
-def _disk_tier(choice: DiskChoice) -> tuple[str | None, int]:
+def _disk_tier(choice: DiskChoice, instance_id: str | None) -> tuple[str | None, int]:
     if choice.size == AbsoluteSize(0):
         return None, 0
     named = None if choice.path is None else expand_user(choice.path).absolute()
     path = named or default_disk_directory()
-    prepare_directory(path)
-    return str(path), plan_disk(choice.size, free_bytes_for(path))
+    prepare_directory(path, "--disk")
+    return str(path), plan_disk(choice.size, free_bytes_for(path, instance_id))
+
+
+def _save_path(flag: str | None) -> str | None:
+    if flag is not None and flag.strip().lower() == "none":
+        return None
+    path = default_save_directory() if flag is None else expand_user(flag).absolute()
+    prepare_directory(path, "--save-dir")
+    return str(path)
 
 
 def settings_of(flags: ServeFlags) -> EngineSettings:
-    """The engine's settings; makes the disk tier's directory. Raises ``ColdpageError``."""
+    """The engine's settings; makes the directories. Raises ``ColdpageError``."""
     model = check_model(flags.model)
     hot_bytes, host_bytes = plan_memory(
         None if flags.hot is None else parse_size(flags.hot),
@@ -82,7 +94,7 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         memory_bytes(),
     )
     choice = DiskChoice(None, None) if flags.disk is None else parse_disk(flags.disk)
-    disk_path, disk_bytes = _disk_tier(choice)
+    disk_path, disk_bytes = _disk_tier(choice, flags.instance_id)
     return EngineSettings(
         hot_bytes=hot_bytes,
         host_bytes=host_bytes,
@@ -94,6 +106,9 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         max_batch=flags.max_batch,
         max_waiting=flags.max_waiting,
         pool_ratio=None if flags.pool_ratio is None else parse_ratio(flags.pool_ratio),
+        instance_id=flags.instance_id,
+        save_path=_save_path(flags.save_dir),
+        shutdown_budget_s=flags.shutdown_budget,
     )
 
 
@@ -126,6 +141,12 @@ class StartReport:
         """The table, the address and a line to paste."""
         self.close()
         self._console.print(self._table(ready))
+        if ready.instance_id:
+            self._line(
+                f"Instance {ready.instance_id}: the next start with this id goes on with it."
+            )
+        if self._settings.save_path is not None:
+            self._line(f"Sessions are saved in {self._settings.save_path}.")
         body = {
             "model": ready.model_name,
             "messages": [{"role": "user", "content": "What is a cache?"}],

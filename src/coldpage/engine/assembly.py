@@ -47,8 +47,12 @@ def build_manager(
     tokens_per_block: int,
     *,
     pool_ratio: tuple[float, ...] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> KVCacheManager:
-    """A manager for the model's pages. Raises ConfigurationError or StorageError."""
+    """A manager for the model's pages. ``on_progress`` is told how many slots of a disk tier that
+    was not closed cleanly have been looked at, and of how many. Raises ConfigurationError or
+    StorageError.
+    """
     return KVCacheManager(
         KVCacheManagerConfig(
             tokens_per_block,
@@ -57,7 +61,8 @@ def build_manager(
             MAX_LOCKED_FRACTION,
             model.fingerprint,
             initial_pool_ratio=pool_ratio,
-        )
+        ),
+        on_progress=on_progress,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from coldpage.config import ReuseScope
 from coldpage.engine.loop import Command
-from coldpage.engine.messages import Cancel, Failed, Generate, Request, Shutdown
+from coldpage.engine.messages import Cancel, Failed, Generate, Request, SessionCommand, Shutdown
 from coldpage.engine.model import LoadedModel
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.text import encode_chat, encode_text
@@ -62,7 +62,7 @@ class Intake:
 
     def _command_for(self, message: Request) -> Command | None:
         """None where the request has been refused."""
-        if isinstance(message, Cancel | Shutdown):
+        if isinstance(message, Cancel | SessionCommand | Shutdown):
             return message
         received_at_s = time.monotonic()
         try:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from coldpage.engine.messages import Cancel, Reply, Shutdown
+from coldpage.engine.messages import Cancel, Reply, SessionCommand, Shutdown
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.scheduler import Scheduler
+from coldpage.engine.session_control import SessionControl
 from coldpage.engine.steps import StepState
 from coldpage.engine.telemetry import engine_stats
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Command", "EngineLoop"]
 
-Command = GenerationRequest | Cancel | Shutdown
+Command = GenerationRequest | Cancel | SessionCommand | Shutdown
 
 # Commands that wait for the end of a step; whoever brings more waits too.
 _MAX_COMMANDS: Final = 4096
@@ -39,12 +40,18 @@ class EngineLoop:
     """
 
     def __init__(
-        self, scheduler: Scheduler, manager: KVCacheManager, send: Callable[[Reply], None]
+        self,
+        scheduler: Scheduler,
+        manager: KVCacheManager,
+        send: Callable[[Reply], None],
+        control: SessionControl | None = None,
     ) -> None:
+        """``control`` None: sessions can be listed and forked, and not saved."""
         self.commands: queue.Queue[Command] = queue.Queue(_MAX_COMMANDS)
         self._scheduler = scheduler
         self._manager = manager
         self._send = send
+        self._control = control or SessionControl(scheduler, manager)
         self._is_stopping = False
         self._next_stats_s = time.monotonic()
         self._last_work_s = time.monotonic()
@@ -63,6 +70,8 @@ class EngineLoop:
             result = self._scheduler.step()
             for reply in result.replies:
                 self._send(reply)
+            for answer in self._control.advance():
+                self._send(answer)
             self._send_stats_when_due()
             self._pause(result.state)
         self.fail_open_requests(503, "shutting_down", "The engine is shutting down.")
@@ -72,6 +81,8 @@ class EngineLoop:
         self._take_commands()
         for reply in self._scheduler.abort_all(status, code, sentence):
             self._send(reply)
+        for refusal in self._control.abort_all(status, code, sentence):
+            self._send(refusal)
 
     def _take_commands(self) -> None:
         # Those that are here now, so that a flood of commands can not hold up the step.
@@ -84,6 +95,8 @@ class EngineLoop:
                 self._scheduler.submit(command)
             case Cancel(request_id=request_id):
                 self._scheduler.cancel(request_id)
+            case SessionCommand():
+                self._control.submit(command)
             case Shutdown():
                 self._is_stopping = True
 

@@ -10,12 +10,14 @@ The HTTP process listens and starts the engine as
 where JSON is ``EngineSettings``. The engine connects at once, sends any number of ``Loading`` and
 then either ``EngineReady`` or ``StartFailed`` (and exits). A request is answered by any number of
 ``Delta`` and exactly one ``Finished`` or ``Failed``. After a ``Cancel`` nothing more need come for
-that request; what crosses it on the way is ignored. On ``Shutdown`` the engine closes its cache,
+that request; what crosses it on the way is ignored. A ``SessionCommand`` is answered by one
+``SessionDone`` or ``Failed``. On ``Shutdown`` the engine closes its cache,
 closes the socket and exits with status 0.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
 import msgspec
@@ -34,7 +36,11 @@ __all__ = [
     "Reply",
     "Request",
     "SamplingParams",
+    "SessionAction",
+    "SessionCommand",
+    "SessionDone",
     "Shutdown",
+    "SlotInfo",
     "StartFailed",
     "Stats",
     "TierStats",
@@ -51,6 +57,9 @@ class EngineSettings(msgspec.Struct, frozen=True):
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
     positive. ``pool_ratio`` divides the hot bytes between the layer groups, in order of their ids.
+    ``instance_id`` None follows from the model. ``save_path`` None: sessions can not be saved.
+    ``shutdown_budget_s`` bounds the time in which a clean stop writes to disk what is only in
+    memory.
     """
 
     hot_bytes: int
@@ -63,6 +72,9 @@ class EngineSettings(msgspec.Struct, frozen=True):
     max_batch: int = 8
     max_waiting: int = 64
     pool_ratio: tuple[float, ...] | None = None
+    instance_id: str | None = None
+    save_path: str | None = None
+    shutdown_budget_s: float = 10.0
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -102,11 +114,34 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
+class SessionAction(enum.Enum):
+    """What can be done with sessions. All but LIST name one."""
+
+    LIST = "list"
+    SAVE = "save"  # to a file
+    RESTORE = "restore"  # from a file
+    ERASE = "erase"  # what is cached of it; it keeps its slot id
+    FORK = "fork"  # a second session with the same history
+    DELETE = "delete"  # erase it, and give its slot id back
+
+
+class SessionCommand(msgspec.Struct, frozen=True, tag="session"):
+    """Do something with a session, named by ``slot_id`` or by ``session`` and ``salt``."""
+
+    request_id: str
+    action: SessionAction
+    slot_id: int | None = None
+    session: str | None = None
+    salt: str = ""
+    filename: str = ""
+    new_session: str = ""  # of a fork
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Close the cache and exit. The engine's end delivers it too when the HTTP process has gone."""
 
 
-Request = Generate | Cancel | Shutdown
+Request = Generate | Cancel | SessionCommand | Shutdown
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -152,6 +187,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     tokens_per_block: int
     dtype: str
     tiers: tuple[TierStats, ...]
+    instance_id: str = ""  # of the disk tier; empty: there is none
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):
@@ -191,4 +227,29 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     sessions: int
 
 
-Reply = Loading | StartFailed | EngineReady | Delta | Finished | Failed | Stats
+class SlotInfo(msgspec.Struct, frozen=True):
+    """One named session. Its blocks are counted by the tier of their coldest page."""
+
+    slot_id: int
+    name: str
+    num_tokens: int
+    is_processing: bool
+    blocks: dict[str, int]  # tier name -> blocks
+
+
+class SessionDone(msgspec.Struct, frozen=True, tag="session_done"):
+    """A session command went well. ``num_tokens`` were saved, restored or erased, or are in the
+    fork.
+    """
+
+    request_id: str
+    slot_id: int = -1
+    session: str = ""
+    num_tokens: int = 0
+    num_bytes: int = 0  # of the file
+    duration_ms: float = 0.0
+    slots: tuple[SlotInfo, ...] = ()  # of a list
+    fingerprints: dict[str, str] = {}  # of a list: what a saved file must agree with
+
+
+Reply = Loading | StartFailed | EngineReady | Delta | Finished | Failed | SessionDone | Stats

@@ -11,7 +11,8 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
@@ -26,16 +27,19 @@ from coldpage.engine.messages import EngineReady, EngineSettings, Loading, Start
 from coldpage.engine.model import LoadedModel, load_model
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
+from coldpage.engine.session_control import SessionControl
 from coldpage.engine.telemetry import tier_stats
-from coldpage.engine.text import IncrementalText
+from coldpage.engine.text import IncrementalText, tokenizer_fingerprint
 from coldpage.engine.transport import EngineChannel
 from coldpage.errors import ColdpageError, ConfigurationError
 from coldpage.manager import KVCacheManager
+from coldpage.snapshot import Origin
 
 __all__ = ["cache_tiers", "main"]
 
 _EXIT_FAILED: Final = 1
 _EXIT_NOT_STARTED: Final = 2
+_PROGRESS_PERIOD_S: Final = 0.2
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +52,14 @@ def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
     if settings.disk_bytes:
         if settings.disk_path is None:
             raise ConfigurationError("the disk tier has a size and no path: give it a directory")
-        tiers.append(DiskTierConfig(settings.disk_path, settings.disk_bytes))
+        tiers.append(
+            DiskTierConfig(
+                settings.disk_path,
+                settings.disk_bytes,
+                instance_id=settings.instance_id,
+                write_behind=True,
+            )
+        )
     return tuple(tiers)
 
 
@@ -99,7 +110,13 @@ def _start_and_serve(
         model = load_model(settings.model, choose_dtype(settings.dtype), progress)
         progress("making room for the cache")
         tiers, per_block = cache_tiers(settings), settings.tokens_per_block
-        manager = build_manager(model, tiers, per_block, pool_ratio=settings.pool_ratio)
+        manager = build_manager(
+            model,
+            tiers,
+            per_block,
+            pool_ratio=settings.pool_ratio,
+            on_progress=_SlotProgress(progress),
+        )
     except Exception as error:
         if not isinstance(error, ColdpageError):
             _LOG.exception("the engine can not start")
@@ -118,19 +135,31 @@ def _start_and_serve(
                 lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
             )
             scheduler = Scheduler(runner, manager, served, limits)
+            control = SessionControl(
+                scheduler,
+                manager,
+                save_path=settings.save_path,
+                origin=Origin(
+                    tokenizer_fingerprint(model.tokenizer), str(model.dtype).removeprefix("torch.")
+                ),
+            )
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error
-        return _serve(channel, model, manager, scheduler, termination)
+        loop = EngineLoop(scheduler, manager, channel.send, control)
+        status = _serve(channel, model, manager, loop, termination)
+        if status == 0:
+            scheduler.close()
+            _flush(manager, settings.shutdown_budget_s)
+        return status
 
 
 def _serve(
     channel: EngineChannel,
     model: LoadedModel,
     manager: KVCacheManager,
-    scheduler: Scheduler,
+    loop: EngineLoop,
     termination: _Termination,
 ) -> int:
-    loop = EngineLoop(scheduler, manager, channel.send)
     termination.loop = loop
     channel.send(
         EngineReady(
@@ -139,6 +168,7 @@ def _serve(
             tokens_per_block=manager.tokens_per_block,
             dtype=str(model.dtype).removeprefix("torch."),
             tiers=tier_stats(manager),
+            instance_id=", ".join(manager.instance_ids),
         )
     )
     intake = Intake(channel, model, loop.commands)
@@ -153,8 +183,39 @@ def _serve(
         return _EXIT_FAILED
     finally:
         intake.close()
-    scheduler.close()
     return 0
+
+
+class _SlotProgress:
+    """Tells people about slots that are looked at, not too often."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._next_s = 0.0
+
+    def __call__(self, num_done: int, num_slots: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s or num_done == num_slots:
+            self._next_s = now_s + _PROGRESS_PERIOD_S
+            self._progress(f"finding what the disk tier holds: {num_done:,} of {num_slots:,} slots")
+
+
+def _flush(manager: KVCacheManager, budget_s: float) -> None:
+    """Have the next start find what is cached, as far as the time allows."""
+    if not manager.instance_ids:
+        return
+    started_s = time.monotonic()
+    num_left = manager.flush(budget_s)
+    took_s = time.monotonic() - started_s
+    if num_left:
+        _LOG.warning(
+            "%d cached pages were not written to disk within %.1f s: they are computed again when "
+            "they are needed",
+            num_left,
+            took_s,
+        )
+    else:
+        _LOG.info("everything cached is on disk (%.1f s)", took_s)
 
 
 def _sentence(error: Exception) -> str:

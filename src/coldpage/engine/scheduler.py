@@ -32,7 +32,7 @@ from coldpage.engine.planning import ItemPurpose, missing_chunk, prefill_chunk
 from coldpage.engine.requests import GenerationRequest, LiveRequest, RequestPhase
 from coldpage.engine.runner import LogitsWanted, StepItem
 from coldpage.engine.sampling import new_generator, sample
-from coldpage.engine.sessions import SessionStore
+from coldpage.engine.sessions import SessionKey, SessionStore
 from coldpage.engine.steps import (
     PlannedItem,
     ScheduledItem,
@@ -81,8 +81,8 @@ class Scheduler:
             for group in manager.layout.layer_groups
             if group.sliding_window_tokens is None
         ]
-        self._sessions = SessionStore(self._limits.max_sessions)
-        self._opener = CacheOpener(manager, self._sessions, model.has_sliding_window)
+        self.sessions = SessionStore(self._limits.max_sessions)
+        self._opener = CacheOpener(manager, self.sessions, model.has_sliding_window)
         self._waiting: deque[LiveRequest] = deque()
         self._active: list[LiveRequest] = []  # onboarding or running, in the order of admission
         self._num_admissions = 0
@@ -107,7 +107,12 @@ class Scheduler:
     @property
     def num_sessions(self) -> int:
         """Idle sessions kept."""
-        return len(self._sessions)
+        return len(self.sessions)
+
+    def live_in(self, key: SessionKey) -> LiveRequest | None:
+        """The request that is open in a session, if there is one."""
+        open_requests = (*self._active, *self._waiting)
+        return next((live for live in open_requests if live.request.session_key == key), None)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. What can never run is answered with a ``Failed`` by the next step."""
@@ -182,7 +187,7 @@ class Scheduler:
         """Let go of every cache, requests' and sessions'. The manager stays open."""
         for live in (*self._active, *self._waiting):
             self._release(live)
-        self._sessions.close()
+        self.sessions.close()
 
     # Admission
 

@@ -3,6 +3,8 @@ come."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,7 +17,13 @@ from coldpage.engine.model import LoadedModel
 from coldpage.errors import ModelError
 from coldpage.types import Int32Array
 
-__all__ = ["IncrementalText", "encode_chat", "encode_text", "render_chat"]
+__all__ = [
+    "IncrementalText",
+    "encode_chat",
+    "encode_text",
+    "render_chat",
+    "tokenizer_fingerprint",
+]
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 # Tokens after which text that is still no complete character is given out as it is. A character has
@@ -24,6 +32,14 @@ _MAX_PENDING_TOKENS: Final = 16
 # Tokens of the prompt that are decoded with the first ones of the answer: a tokenizer that drops
 # the space at the start of a text must see that this is not the start.
 _PROMPT_TAIL_TOKENS: Final = 4
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the vocabulary and of the special tokens: with equal ones, equal ids mean equal
+    text.
+    """
+    said = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_tokens)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def render_chat(model: LoadedModel, messages: Sequence[ChatMessage]) -> str:

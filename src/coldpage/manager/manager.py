@@ -277,6 +277,11 @@ class KVCacheManager:
         finally:
             self._capacity_tokens = self._hot_tokens(1.0)
 
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """Under which ids the disk levels find again what they hold, in the order of levels."""
+        return tuple(lv.disk.directory.instance_id for lv in self._storage.levels if lv.is_disk)
+
     def defragment(self, level: CacheLevel = HOT_LEVEL) -> int:
         """Move pages to the lowest slots of a level, so that neighbours are copied together and a
         smaller quota finds them out of its way. Pages of active sequences stay where they are.

@@ -28,6 +28,7 @@ from coldpage.server.schema import (
     ModelCard,
     ModelList,
 )
+from coldpage.server.session_routes import session_routes
 from coldpage.server.shapes import AnswerShape, ChatShape, CompletionShape
 
 __all__ = ["create_app"]
@@ -59,6 +60,7 @@ def create_app(
     )
     app.include_router(_generation_routes(client))
     app.include_router(_model_routes(client))
+    app.include_router(session_routes(client, _ERRORS))
     app.include_router(_operation_routes(client, metrics))
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
     add_error_handlers(app)

@@ -17,11 +17,13 @@ from coldpage.engine.messages import (
     Generate,
     Loading,
     Reply,
+    SessionCommand,
+    SessionDone,
     StartFailed,
     Stats,
 )
 from coldpage.engine.transport import ServerChannel
-from coldpage.server.errors import ApiError
+from coldpage.server.errors import ApiError, api_error_of
 from coldpage.server.metrics import ServerMetrics
 
 __all__ = ["AnswerStream", "EngineClient", "EngineState", "StartListener"]
@@ -120,8 +122,9 @@ class EngineClient:
         self._metrics = metrics
         self._max_open_requests = max_open_requests
         self._streams: dict[str, AnswerStream] = {}
+        self._commands: dict[str, asyncio.Future[SessionDone | Failed]] = {}
         self._channel: ServerChannel | None = None
-        self._idle = asyncio.Event()
+        self._idle = asyncio.Event()  # no request and no command is open
         self._idle.set()
 
     @property
@@ -153,8 +156,29 @@ class EngineClient:
         stream = AnswerStream(self, generate.request_id)
         self._channel.send(generate)
         self._streams[generate.request_id] = stream
-        self._idle.clear()
+        self._update_idle()
         return stream
+
+    async def ask(self, command: SessionCommand) -> SessionDone:
+        """Hands a session command to the engine and waits. Raises ``ApiError`` when it refuses."""
+        self.ready_model()
+        assert self._channel is not None
+        if len(self._commands) >= self._max_open_requests:
+            sentence = "Too many session commands are open; try again in a moment."
+            code = "too_many_requests"
+            raise ApiError(429, sentence, code=code, retry_after_s=_RETRY_BUSY_S)
+        answer: asyncio.Future[SessionDone | Failed] = asyncio.get_running_loop().create_future()
+        self._commands[command.request_id] = answer
+        self._update_idle()
+        try:
+            self._channel.send(command)
+            reply = await answer
+        finally:
+            self._commands.pop(command.request_id, None)
+            self._update_idle()
+        if isinstance(reply, Failed):
+            raise api_error_of(reply)
+        return reply
 
     def cancel(self, request_id: str) -> None:
         """Forgets an open request and tells the engine; does nothing when it has ended."""
@@ -191,17 +215,29 @@ class EngineClient:
         for request_id in request_ids:
             if self._channel is not None:
                 self._channel.send(Cancel(request_id))
+        commands = list(self._commands)
+        for request_id in (*request_ids, *commands):
             self._dispatch(Failed(request_id, 503, sentence, code))
-        return len(request_ids)
+        return len(request_ids) + len(commands)
 
     def _forget(self, request_id: str) -> AnswerStream | None:
         stream = self._streams.pop(request_id, None)
-        if not self._streams:
-            self._idle.set()
+        self._update_idle()
         return stream
+
+    def _update_idle(self) -> None:
+        if self._streams or self._commands:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     def _dispatch(self, reply: Reply) -> None:
         match reply:
+            case SessionDone(request_id=request_id) | Failed(request_id=request_id) if (
+                request_id in self._commands
+            ):
+                if not self._commands[request_id].done():
+                    self._commands[request_id].set_result(reply)
             case Delta(request_id=request_id):
                 # None: the reply crossed a cancellation on its way.
                 if (stream := self._streams.get(request_id)) is not None:

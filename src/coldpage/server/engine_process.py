@@ -19,7 +19,7 @@ from coldpage.engine.transport import ServerChannel
 __all__ = ["ENGINE_COMMAND", "STOP_TIMEOUT_S", "EngineProcess"]
 
 ENGINE_COMMAND: Final = (sys.executable, "-m", "coldpage.engine.process")
-# Writing back what the disk tier still owes takes longer than anything else in a clean stop.
+# What a clean stop takes besides writing what is cached to disk, which has a budget of its own.
 STOP_TIMEOUT_S: Final = 10.0
 _KILL_TIMEOUT_S: Final = 2.0
 _ACCEPT_TIMEOUT_S: Final = 0.5

@@ -130,7 +130,7 @@ async def _serve(
             web.should_exit = True
         await web_task
         if client.model is not None:
-            engine.stop_timeout_s = STOP_TIMEOUT_S
+            engine.stop_timeout_s = STOP_TIMEOUT_S + options.settings.shutdown_budget_s
     engine_task.cancel()
     return outcome
 
