@@ -234,9 +234,14 @@ class BlobStore(KeyedStore):
         self._settle_durable()
 
     def flush(self) -> None:
-        """See ``KeyedStore.flush``."""
+        """See ``KeyedStore.flush``. Slots that are being erased are free afterwards."""
         self.poll()
-        while self._pending or self._deletions or any(not read.is_overdue for read in self._reads):
+        while (
+            self._pending
+            or self._deletions
+            or self._erases
+            or any(not read.is_overdue for read in self._reads)
+        ):
             self._block()
             self.poll()
 
