@@ -18,7 +18,9 @@ import numpy.typing as npt
 from coldpage.config import ReuseScope
 from coldpage.layout import LifeCycle
 from coldpage.page import PageTable
-from coldpage.store.format import BLANK_KEY, BlobName
+from coldpage.store import BLANK_KEY, BlobName, SlotIndex
+from coldpage.store.format import PAGE_CLASSES
+from coldpage.store.sidecar import ENTRY
 from coldpage.types import NO_PAGE, BlockKey, BlockOrdinal, Int32Array, LayerGroupId
 
 __all__ = [
@@ -72,6 +74,11 @@ class RecentKeys:
         if len(self._keys) > MAX_RECENT_KEYS:
             self._keys.popitem(last=False)
         return is_known
+
+
+def _as_column(keys: Sequence[BlockKey], rows: Int32Array) -> npt.NDArray[np.void]:
+    """Some of the keys, as the column of an index."""
+    return np.frombuffer(b"".join([keys[row] for row in rows.tolist()]), "V32")
 
 
 class PrefixTree:
@@ -176,25 +183,68 @@ class PrefixTree:
             for node, life_cycle, ordinal in zip(nodes, life_cycles, ordinals, strict=True)
         ]
 
-    def restore(self, names: Sequence[BlobName], pages: Int32Array) -> npt.NDArray[np.bool_]:
-        """Put blocks that were found again back into the tree: ``pages[i]`` holds ``names[i]``.
+    def index_of(self, pages: Int32Array) -> SlotIndex:
+        """What committed pages hold, a row for each; where they are is not filled in."""
+        nodes, life_cycles = self._table.node[pages], self._table.life_cycle[pages]
+        assert nodes.all(), "a page that is not committed has no name"
+        entries = np.zeros(pages.size, ENTRY)
+        entries["key"] = _as_column(self._keys, nodes)
+        entries["parent_key"] = _as_column(self._parent_keys, nodes)
+        entries["layer_group"] = self._layer_group_of[life_cycles]
+        classes = np.array([PAGE_CLASSES.index(c) for c in self._page_classes], np.uint16)
+        entries["page_class"] = classes[life_cycles]
+        entries["ordinal"] = self._table.ordinal[pages]
+        entries["num_tokens"] = self._tokens.shape[1]
+        return SlotIndex(entries, self._tokens[nodes])
+
+    def restore(self, index: SlotIndex, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """Put full blocks that were found again back into the tree: ``pages[i]`` holds what row
+        ``i`` of the index says.
 
         Returns which were taken, [num_pages]; not those whose blocks no match can reach, because
         one before them is gone, and not a second page of one block and layer group.
         """
-        is_taken = np.zeros(len(names), np.bool_)
-        for i in sorted(range(len(names)), key=lambda i: names[i].ordinal):
-            name, page = names[i], int(pages[i])
-            node = self._by_key.get(name.key, _NO_NODE)
-            if node == _NO_NODE:
-                if name.ordinal and name.parent_key not in self._by_key:
-                    continue
-                node = self._new_node(name.parent_key, name.key, name.tokens)
-            if self._pages[name.layer_group_id, node] == NO_PAGE:
-                self._pages[name.layer_group_id, node] = page
-                self._table.node[page] = node
-                is_taken[i] = True
+        order = np.argsort(index.entries["ordinal"], kind="stable")
+        nodes = self._restore_nodes(index, order)
+        order, nodes = order[nodes != _NO_NODE], nodes[nodes != _NO_NODE]
+        layer_groups = index.entries["layer_group"][order].astype(np.int64)
+        _, first = np.unique(layer_groups * self._parent.size + nodes, return_index=True)
+        first = first[self._pages[layer_groups[first], nodes[first]] == NO_PAGE]
+        taken = order[first]
+        self._pages[layer_groups[first], nodes[first]] = pages[taken]
+        self._table.node[pages[taken]] = nodes[first]
+        is_taken = np.zeros(pages.size, np.bool_)
+        is_taken[taken] = True
         return is_taken
+
+    def _restore_nodes(self, index: SlotIndex, order: npt.NDArray[np.intp]) -> Int32Array:
+        """The node of each row, made where there was none; _NO_NODE where none can be. A loop over
+        100,000 rows is what opening takes long for, so it does no more than it must.
+        """
+        columns = (index.entries[name][order].tolist() for name in ("key", "parent_key", "ordinal"))
+        by_key, nodes, parents, num_old = self._by_key, [], [], len(self._keys)
+        first_rows: list[int] = []
+        keys, parent_keys = self._keys, self._parent_keys
+        for row, (key, parent_key, ordinal) in enumerate(zip(*columns, strict=True)):
+            node = by_key.get(key, _NO_NODE)
+            if node == _NO_NODE:
+                parent = by_key.get(parent_key, _NO_NODE)
+                if parent != _NO_NODE or not ordinal:
+                    node = by_key[key] = len(keys)
+                    keys.append(key)
+                    parent_keys.append(parent_key)
+                    parents.append(parent)
+                    first_rows.append(row)
+            nodes.append(node)
+        while len(keys) > self._parent.size:
+            self._grow()
+        new = slice(num_old, len(keys))
+        self._tokens[new] = index.tokens[order[first_rows]]
+        self._parent[new] = parents
+        counts = np.bincount(np.array(parents, np.int64), minlength=self._parent.size)
+        counts[_NO_NODE] = 0
+        self._num_children += counts.astype(np.int32)
+        return np.array(nodes, np.int32)
 
     def remove(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
         """The pages of these life cycles in these nodes have vanished."""

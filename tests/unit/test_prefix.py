@@ -189,13 +189,13 @@ class _Machine(RuleBasedStateMachine):
         """Some pages are found again, in any order: those that a first block leads to are back."""
         held = data.draw(st.permutations(self._held()))
         held = held[: data.draw(st.integers(1, len(held)))]
-        names = self.tree.names(np.array([self.nodes[p].pages[g] for p, g in held], np.int32))
+        index = self.tree.index_of(np.array([self.nodes[p].pages[g] for p, g in held], np.int32))
         table = PageTable(num_levels=1)
         tree = PrefixTree(table, _LIFE_CYCLES, _PER_BLOCK)
         life_cycles = [2 * g + (len(p) > 1) for p, g in held]
         ordinals = np.array([len(p) - 1 for p, _ in held], np.int32)
         pages = table.create(np.array(life_cycles, np.int16), ordinals, Priority(1))
-        is_taken = tree.restore(names, pages)
+        is_taken = tree.restore(index, pages)
         tree.check_integrity()
         found = {prefix for prefix, _ in held}
         for (prefix, group), page, is_back in zip(held, pages.tolist(), is_taken, strict=True):
@@ -301,8 +301,7 @@ def test_a_second_page_of_a_block_is_not_restored() -> None:
     table, tree, pages = _tree_and_pages(2)
     keys = _keys((1,))
     tree.insert(keys[0], keys[1], _tokens(1), pages[:1])
-    (name,) = tree.names(pages[:1])
-    assert tree.restore([name], pages[1:]).tolist() == [False]
+    assert tree.restore(tree.index_of(pages[:1]), pages[1:]).tolist() == [False]
     assert tree.find(keys[1:]).tolist() == [[pages[0]]]
     assert table.node[pages[1]] == 0
 

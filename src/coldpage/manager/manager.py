@@ -362,8 +362,7 @@ class KVCacheManager:
         self._storage.close()
         for level in self._storage.levels:
             if level.is_disk:
-                per_block = self.config.tokens_per_block
-                level.disk.write_index(index_of(self._storage, self._tree, level, per_block))
+                level.disk.write_index(index_of(self._storage, self._tree, level))
         self._is_closed = True
         self._release_everything()
 

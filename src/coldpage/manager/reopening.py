@@ -11,7 +11,6 @@ from coldpage.prefix import PrefixTree
 from coldpage.storage import Storage
 from coldpage.store import Recovered, SlotIndex
 from coldpage.store.format import PAGE_CLASSES
-from coldpage.store.sidecar import ENTRY, fill_entry
 from coldpage.types import Int32Array, Int64Array
 
 __all__ = ["adopt_pages", "index_of"]
@@ -31,29 +30,34 @@ def adopt_pages(
     """Make pages of what was found on a disk level, and blocks of the tree of them. Returns how
     many; the slots of all others are free.
     """
-    index, table = found.index, storage.table
-    life_cycle_of = _life_cycle_table(layout)
-    names = index.names()
-    num_taken = 0
+    index, table = _usable(found.index, layout, level), storage.table
+    entries = index.entries
+    life_cycles = _life_cycle_table(layout)[entries["layer_group"], entries["page_class"]]
+    pages = table.create(life_cycles, entries["ordinal"].astype(np.int32), DEFAULT_PRIORITY)
+    slots = entries["slot"].astype(np.int32)
     for group in level.groups:
-        rows = np.flatnonzero(index.entries["pool"] == group.index)
-        entries = index.entries[rows]
-        is_known = entries["layer_group"] < life_cycle_of.shape[0]
-        is_known &= entries["num_tokens"] == index.tokens.shape[1]
-        rows, entries = rows[is_known], entries[is_known]
-        life_cycles = life_cycle_of[entries["layer_group"], entries["page_class"]]
-        rows, entries = rows[life_cycles >= 0], entries[life_cycles >= 0]
-        life_cycles = life_cycles[life_cycles >= 0]
-        pages = table.create(life_cycles, entries["ordinal"].astype(np.int32), DEFAULT_PRIORITY)
-        slots = entries["slot"].astype(np.int32)
-        storage.adopt(level, group, pages, slots)
-        table.priority[pages] = entries["priority"]
-        table.last_use[pages] = _ranks(entries["last_use"])
-        table.last_use_ns[pages] = entries["last_use"].astype(np.int64)
-        is_taken = tree.restore([names[row] for row in rows.tolist()], pages)
-        storage.copies.bury(pages[~is_taken])
-        num_taken += int(np.count_nonzero(is_taken))
-    return num_taken
+        is_here = entries["pool"] == group.index
+        storage.adopt(level, group, pages[is_here], slots[is_here])
+    table.priority[pages] = entries["priority"]
+    table.last_use[pages] = _ranks(entries["last_use"])
+    table.clock = max(table.clock, int(pages.size))
+    table.last_use_ns[pages] = entries["last_use"].astype(np.int64)
+    # All files together: a block may have its pages in some of them only.
+    is_taken = tree.restore(index, pages)
+    storage.copies.bury(pages[~is_taken])
+    return int(np.count_nonzero(is_taken))
+
+
+def _usable(index: SlotIndex, layout: HotLayout, level: LevelPools) -> SlotIndex:
+    """The rows that are pages of full blocks of this layout, each in the file it belongs to."""
+    entries, life_cycle_of = index.entries, _life_cycle_table(layout)
+    is_full = entries["num_tokens"] == index.tokens.shape[1]
+    rows = np.flatnonzero(is_full & (entries["layer_group"] < life_cycle_of.shape[0]))
+    life_cycles = life_cycle_of[entries["layer_group"][rows], entries["page_class"][rows]]
+    rows, life_cycles = rows[life_cycles >= 0], life_cycles[life_cycles >= 0]
+    pool_of = np.array([level.group_of(lc.life_cycle_id).index for lc in layout.life_cycles])
+    rows = rows[pool_of[life_cycles] == entries["pool"][rows]]
+    return SlotIndex(entries[rows], index.tokens[rows])
 
 
 def _ranks(values: np.ndarray) -> Int64Array:
@@ -63,7 +67,7 @@ def _ranks(values: np.ndarray) -> Int64Array:
     return ranks
 
 
-def index_of(storage: Storage, tree: PrefixTree, level: LevelPools, per_block: int) -> SlotIndex:
+def index_of(storage: Storage, tree: PrefixTree, level: LevelPools) -> SlotIndex:
     """All committed pages with a good copy on a disk level."""
     table = storage.table
     columns: list[tuple[int, Int32Array, Int32Array]] = []
@@ -72,16 +76,13 @@ def index_of(storage: Storage, tree: PrefixTree, level: LevelPools, per_block: i
         pages = group.slots.page[slots]
         is_good = ((table.present[pages] & level.bit) != 0) & (table.node[pages] != 0)
         columns.append((pool, slots[is_good], pages[is_good]))
-    num_pages = sum(int(pages.size) for _, _, pages in columns)
-    index = SlotIndex(np.zeros(num_pages, ENTRY), np.zeros((num_pages, per_block), np.int32))
-    start = 0
-    for (pool, slots, pages), group in zip(columns, level.groups, strict=True):
-        rows = slice(start, start + pages.size)
-        part = index.entries[rows]
-        part["pool"], part["slot"] = pool, slots
-        part["write_number"] = group.disk.write_numbers(slots)
-        part["last_use"], part["priority"] = table.last_use_ns[pages], table.priority[pages]
-        for row, name in enumerate(tree.names(pages), start=start):
-            fill_entry(index, row, name)
-        start += int(pages.size)
+    pages = np.concatenate([pages for _, _, pages in columns])
+    index = tree.index_of(pages)
+    entries = index.entries
+    entries["pool"] = np.repeat([pool for pool, _, _ in columns], [p.size for _, _, p in columns])
+    entries["slot"] = np.concatenate([slots for _, slots, _ in columns])
+    entries["write_number"] = np.concatenate(
+        [level.groups[pool].disk.write_numbers(slots) for pool, slots, _ in columns]
+    )
+    entries["last_use"], entries["priority"] = table.last_use_ns[pages], table.priority[pages]
     return index
