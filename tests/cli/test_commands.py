@@ -38,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--hot", "90%", "--host", "20%"), "together exceed"),
         (("--disk", "/proc/pages:1GiB"), "can not write to /proc/pages"),
         (("--disk", "/tmp:900TiB"), "are free there"),
+        (("--save-dir", "/proc/saved", "--disk", "none"), "--save-dir: can not write to /proc"),
         (("no/such/model",), "there is no model at no/such/model"),
         (("~nosuchuser/x",), "~nosuchuser/x: there is no home directory"),
         (("--disk", "~nosuchuser/x:1GiB"), "~nosuchuser/x: there is no home directory"),
@@ -66,7 +67,7 @@ def test_the_version_is_shown() -> None:
     assert result.output.startswith("coldpage, version 0.")
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "verify"])
+@pytest.mark.parametrize("command", ["serve", "demo", "verify", "inspect", "clean"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, [command, "--help"])
     assert result.exit_code == 0
@@ -86,6 +87,9 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         max_batch=3,
         max_waiting=5000,
         pool_ratio="0.7, 0.3",
+        instance_id="mine",
+        save_dir=str(tmp_path / "saved"),
+        shutdown_budget=3.0,
     )
     settings = settings_of(flags)
     assert (settings.hot_bytes, settings.host_bytes) == (64 * MIB, 0)
@@ -95,6 +99,9 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
     assert settings.pool_ratio == (0.7, 0.3)
+    assert (settings.instance_id, settings.shutdown_budget_s) == ("mine", 3.0)
+    assert settings.save_path == str(tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o700
 
 
 def test_without_flags_the_bundled_model_gets_all_tiers(
@@ -105,12 +112,14 @@ def test_without_flags_the_bundled_model_gets_all_tiers(
     assert settings.model is None
     assert min(settings.hot_bytes, settings.host_bytes, settings.disk_bytes) > 0
     assert settings.disk_path == str(tmp_path / "coldpage" / "disk")
+    assert settings.save_path == str(tmp_path / "coldpage" / "saved")
 
 
 def test_no_disk_needs_no_directory(tmp_path: Path) -> None:
     path = tmp_path / "pages"
-    settings = settings_of(ServeFlags(disk=f"{path}:0"))
+    settings = settings_of(ServeFlags(disk=f"{path}:0", save_dir="none"))
     assert (settings.disk_path, settings.disk_bytes) == (None, 0)
+    assert settings.save_path is None
     assert not path.exists()
 
 

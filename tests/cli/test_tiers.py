@@ -18,6 +18,7 @@ from coldpage.cli.machine import (
 from coldpage.cli.sizes import AbsoluteSize, RelativeSize
 from coldpage.cli.tiers import plan_disk, plan_memory
 from coldpage.errors import ConfigurationError
+from coldpage.store import InstanceDirectory, InstanceIdentity
 
 GIB = 1024**3
 
@@ -70,7 +71,7 @@ def test_the_disk_tier_lives_under_the_users_cache(monkeypatch: pytest.MonkeyPat
 
 def test_a_new_directory_is_its_owners_only(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    prepare_directory(path)
+    prepare_directory(path, "--disk")
     assert path.stat().st_mode & 0o777 == 0o700
     assert list(path.iterdir()) == []
 
@@ -79,16 +80,22 @@ def test_a_new_directory_is_its_owners_only(tmp_path: Path) -> None:
 def test_a_directory_that_can_not_be_is_explained(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigurationError, match="--disk: can not write to"):
-        prepare_directory(tmp_path / name)
+        prepare_directory(tmp_path / name, "--disk")
 
 
 def test_what_an_earlier_run_left_counts_as_free(tmp_path: Path) -> None:
-    before = free_bytes_for(tmp_path)
+    before, size = free_bytes_for(tmp_path), 256 * 1024**2
+    identity = InstanceIdentity(b"model" * 6 + b"xx", "concat/1/", "any")
     # Far more than other programs write in the meantime, on a file system of any use.
-    for name, num_lost in (("pool-0.slots", 0), ("film.mkv", 256 * 1024**2)):
-        with open(tmp_path / name, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 256 * 1024**2)
-        assert abs(before - num_lost - free_bytes_for(tmp_path)) < 128 * 1024**2
+    with InstanceDirectory.open(tmp_path, "mine", identity) as instance:
+        for name in ("pool-0.slots", "film.mkv"):
+            with open(instance.path / name, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        # Somebody has it open: it stays.
+        assert abs(before - 2 * size - free_bytes_for(tmp_path)) < size // 2
+    assert abs(before - size - free_bytes_for(tmp_path)) < size // 2
+    assert abs(before - size - free_bytes_for(tmp_path, "mine")) < size // 2
+    assert abs(before - 2 * size - free_bytes_for(tmp_path, "other")) < size // 2
 
 
 def test_a_directory_that_can_not_be_listed_is_explained(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The real model behind the real server, killed and stopped: what was said before is found again."""
+"""The real model behind the real server, killed and stopped: what was said is found again."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ import click
 from rich.console import Console
 
 from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.instance_commands import run_clean, run_inspect
 from coldpage.cli.serve_command import ServeFlags, check_model, run_serve
 from coldpage.cli.tiers import DEFAULT_TIERS
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 
-__all__ = ["coldpage", "demo", "serve", "verify"]
+__all__ = ["clean", "coldpage", "demo", "inspect", "serve", "verify"]
 
 _MIN_CONVERSATION_TOKENS: Final = 64
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -31,6 +32,7 @@ def coldpage() -> None:
       coldpage serve                       the bundled model on http://127.0.0.1:8080/v1
       coldpage demo                        eight conversations on room for two, timed
       coldpage verify                      proof that nothing differs
+      coldpage inspect                     what is on disk
     """
 
 
@@ -237,6 +239,42 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
         from coldpage.engine.verify import run_verify
 
         _exit_with(run_verify(options, Console()))
+
+
+@coldpage.command()
+@click.argument("path", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def inspect(path: str | None, as_json: bool) -> None:
+    """Show what the disk tier's instances in PATH hold. Changes nothing, whoever has them open.
+
+    PATH is what --disk was given; without it the default directory. A damaged slot is one whose
+    header is neither good nor blank; "-" where an index was read and no headers were.
+
+    \b
+    Examples:
+      coldpage inspect
+      coldpage inspect /var/tmp/pages --json
+    """
+    with failures_as_sentences():
+        run_inspect(path, Console(), as_json=as_json)
+
+
+@coldpage.command()
+@click.argument("path", required=False)
+@click.option("--instance-id", metavar="ID", help="Only this one. [default: all]")
+@click.option("--yes", "is_real", is_flag=True, help="Do it; without, only show what would go.")
+def clean(path: str | None, instance_id: str | None, is_real: bool) -> None:
+    """Remove the disk tier's instances in PATH that nobody has open.
+
+    PATH is what --disk was given; without it the default directory.
+
+    \b
+    Examples:
+      coldpage clean
+      coldpage clean /var/tmp/pages --yes
+    """
+    with failures_as_sentences():
+        run_clean(path, Console(), instance_id=instance_id, is_real=is_real)
 
 
 def _exit_with(status: int) -> None:
