@@ -1,5 +1,5 @@
-"""What a process shows of its writes in shared memory, so that whoever kills it can tell what it was
-doing, and which slots it had begun to write again.
+"""What a process shows of its writes in shared memory, so that whoever kills it can tell what it
+was doing, and which slots it had begun to write again.
 """
 
 from __future__ import annotations

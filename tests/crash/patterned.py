@@ -47,7 +47,9 @@ def config_of(path: Path, num_disk_blocks: int, *, write_behind: bool) -> KVCach
         AttentionLayerConfig(
             LayerId(i), tuple(BufferConfig(role, num_bytes) for role in ROLES), window
         )
-        for i, (num_bytes, window) in enumerate(zip(BUFFER_BYTES, (None, WINDOW_TOKENS)))
+        for i, (num_bytes, window) in enumerate(
+            zip(BUFFER_BYTES, (None, WINDOW_TOKENS), strict=True)
+        )
     )
     page_bytes = 2 * sum(BUFFER_BYTES)
     slots_bytes = page_bytes + 2 * 4096
@@ -145,7 +147,7 @@ class Patterned:
         """Every committed page with a good copy on disk."""
         manager = self.manager
         level = manager._storage.levels[1]
-        return index_of(manager._storage, manager._tree, level, TOKENS_PER_BLOCK)
+        return index_of(manager._storage, manager._tree, level)
 
     def read_all_conversations(self) -> None:
         """Bring back what is there of every conversation, at each length, through the manager."""

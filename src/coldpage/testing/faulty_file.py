@@ -146,29 +146,28 @@ def _first_part(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 class PowerSupply:
-    """The files that one power cut hits together."""
+    """The files that one power cut hits together; each is of ``kind``."""
 
-    def __init__(self) -> None:
-        self._files: list[PowerCutFile] = []
-        self._lock = threading.Lock()
+    def __init__(
+        self, kind: type[PowerCutFile] | None = None, tear_bytes: int = DIRECT_ALIGNMENT
+    ) -> None:
+        self.files: list[PowerCutFile] = []
+        self._kind = kind or PowerCutFile
+        self._tear_bytes = tear_bytes
 
-    def open_file(
-        self, path: str | Path, num_bytes: int, tear_bytes: int = DIRECT_ALIGNMENT
-    ) -> PowerCutFile:
+    def open_file(self, path: str | Path, num_bytes: int) -> PowerCutFile:
         """A new file on this supply; takes the place of BlockFile."""
-        file = PowerCutFile(path, num_bytes, tear_bytes)
-        with self._lock:
-            self._files.append(file)
-        return file
+        self.files.append(self._kind(path, num_bytes, self._tear_bytes))
+        return self.files[-1]
 
     @property
     def num_unsynced(self) -> int:
         """Writes that a power cut could lose now."""
-        return sum(file.num_unsynced for file in self._files)
+        return sum(file.num_unsynced for file in self.files)
 
     def cut(self, rng: random.Random) -> None:
-        """Cut the power of every file."""
-        for file in self._files:
+        """Cut the power of every file. Any thread."""
+        for file in self.files:
             file.power_cut(rng)
 
 
@@ -197,7 +196,7 @@ class PowerCutFile(BlockFile):
 
     @property
     def num_unsynced(self) -> int:
-        """Writes that a power cut could lose now."""
+        """Writes that a power cut could lose now, or could have lost when there was one."""
         return len(self._unsynced)
 
     def sync(self) -> None:
