@@ -83,9 +83,11 @@ class WatchedFile(BlockFile, _Watched):
 class WatchedPowerFile(PowerCutFile, _Watched):
     """Notes which slots were written; what is lost is the power cut's choice."""
 
-    def writev(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        self.note(offset)
-        super().writev(offset, buffers)
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            num_written = super()._write_some(buffers, offset)
+            self.note(offset)
+        return num_written
 
 
 def _sectors(offset: int, buffers: Sequence[Buffer]) -> list[tuple[int, memoryview]]:
