@@ -43,7 +43,7 @@ class _GivesWrongBytes(BlobStore):
 
     def _end_read(self, read):  # type: ignore[no-untyped-def]
         super()._end_read(read)
-        read.out[read.row, 17] ^= 1
+        read.target[17] ^= 1
 
 
 class _ForgetsToErase(BlobStore):
@@ -72,9 +72,9 @@ class _EvictsTheNewest(BlobStore):
 class _WritesAgain(BlobStore):
     """Does not look whether a blob is there."""
 
-    def _rows_to_write(self, ticket, names):  # type: ignore[no-untyped-def]
+    def _rows_to_write(self, ticket, rows, names, payloads):  # type: ignore[no-untyped-def]
         known, self._slots.slot_of = self._slots.slot_of, {}
-        rows = super()._rows_to_write(ticket, names)
+        rows = super()._rows_to_write(ticket, rows, names, payloads)
         self._slots.slot_of = known
         return rows
 

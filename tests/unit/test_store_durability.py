@@ -131,6 +131,21 @@ def test_a_failed_sync_vouches_for_nothing_and_nor_does_the_next(rig: _Rig) -> N
     assert (rig.batcher.num_syncs, rig.batcher.num_failures) == (1, 1)
 
 
+def test_nothing_is_durable_after_a_failed_sync_until_one_succeeds(rig: _Rig) -> None:
+    rig.files[0].is_broken = True
+    rig.batcher.note()
+    rig.batcher.flush()
+    points = [rig.batcher.point() for _ in range(2)]
+    assert not any(point.is_done() for point in points)
+    rig.batcher.flush()
+    assert [point.ok for point in points] == [False, False]
+    rig.files[0].is_broken = False
+    point = rig.batcher.point()
+    rig.batcher.flush()
+    assert point.ok
+    assert rig.batcher.point().is_done()
+
+
 def test_waiting_for_a_point_starts_the_sync(rig: _Rig) -> None:
     rig.batcher.note()
     point = rig.batcher.point()

@@ -20,7 +20,13 @@ from coldpage.device.base import IoExecutor
 from coldpage.device.file import BlockFile
 from coldpage.device.io import ThreadedIo
 from coldpage.device.progress import Progress
-from coldpage.errors import ClosedError, ConfigurationError, UsageError, WrongThreadError
+from coldpage.errors import (
+    ClosedError,
+    ConfigurationError,
+    StorageError,
+    UsageError,
+    WrongThreadError,
+)
 from coldpage.store import recovery
 from coldpage.store.base import FIRST_GROUP, KeyedStore, StoreTicket
 from coldpage.store.durability import MAX_DELAY_S, MAX_WRITES, SyncBatcher
@@ -123,11 +129,18 @@ class BlobStore(KeyedStore):
         self._sync = SyncBatcher(
             [self._file], self._io, max_delay_s=max_sync_delay_s, max_writes=max_writes
         )
+        self._num_syncs = 0  # that the health knows of
         self._is_closed = False
 
     def _recover(self, progress: recovery.Progress | None) -> recovery.Recovered:
         directory = self._directory.path
-        return recovery.recover(directory, [self._file], self._digest, self._io, progress)
+        found = recovery.recover(directory, [self._file], self._digest, self._io, progress)
+        try:
+            # What a killed process wrote may be in the disk's cache only.
+            self._file.sync()
+        except OSError as error:
+            raise StorageError(f"{directory} can not be synced ({error.strerror})") from error
+        return found
 
     @staticmethod
     def capacity_for(num_blobs: int, identity: FileIdentity) -> int:
@@ -163,7 +176,13 @@ class BlobStore(KeyedStore):
             if len(name.tokens) > self.identity.tokens_per_block:
                 raise UsageError("a name has more tokens than a block of this store")
         ticket = Ticket(len(names), self._wait)
-        rows = self._rows_to_write(ticket, names)
+        self._put_rows(ticket, range(len(names)), names, payloads)
+        return ticket
+
+    def _put_rows(
+        self, ticket: Ticket, rows: Sequence[int], names: Sequence[BlobName], payloads: _Bytes
+    ) -> None:
+        rows = self._rows_to_write(ticket, rows, names, payloads)
         slots = self._take_slots(len(rows)) if rows and self.health.may_write() else []
         for row in rows[len(slots) :]:
             self._num_refused += 1
@@ -177,7 +196,6 @@ class BlobStore(KeyedStore):
             written = [blob.name for blob in blobs]
             jobs = self._file.write_jobs(np.array(slots, np.int32), addresses, written)
             self._writes.append(Write(self._io.submit(jobs), slots, blobs, payloads))
-        return ticket
 
     def get(
         self,
@@ -199,7 +217,7 @@ class BlobStore(KeyedStore):
                 ticket.settle(row, False)
                 continue
             self._slots.touch(slot)
-            self._reads.append(self._start_read(ticket, row, slot, key, out))
+            self._start_read(slot, key, out[row], ticket.settler(row))
         return ticket
 
     def contains(
@@ -231,6 +249,10 @@ class BlobStore(KeyedStore):
         self._end_erases()
         self._start_erases()
         self._sync.poll()
+        num_syncs = self._sync.num_syncs + self._sync.num_failures
+        if num_syncs > self._num_syncs:
+            self._num_syncs = num_syncs
+            self.health.note_write(not self._sync.has_failed, self._file.last_failure)
         self._settle_durable()
 
     def flush(self) -> None:
@@ -291,23 +313,44 @@ class BlobStore(KeyedStore):
 
     # Starting
 
-    def _rows_to_write(self, ticket: Ticket, names: Sequence[BlobName]) -> list[int]:
+    def _rows_to_write(
+        self, ticket: Ticket, rows: Sequence[int], names: Sequence[BlobName], payloads: _Bytes
+    ) -> list[int]:
         """The rows that nobody has written yet; the others are settled, or wait for who does."""
-        rows = []
-        for row, name in enumerate(names):
+        to_write = []
+        for row in rows:
+            name = names[row]
             key = _key_of(name)
             slot = self._slots.slot_of.get(key)
             if slot is not None:
                 self._slots.touch(slot)
             blob = self._pending.get(key)
             if blob is None and slot is not None:
-                ticket.settle(row, True)
+                if self._slots.is_unread(slot):
+                    self._check_before_put(ticket, row, slot, names, payloads)
+                else:
+                    ticket.settle(row, True)
                 continue
             if blob is None:
                 blob = self._pending[key] = PendingBlob(key, name)
-                rows.append(row)
+                to_write.append(row)
             blob.waiters.append((ticket, row))
-        return rows
+        return to_write
+
+    def _check_before_put(
+        self, ticket: Ticket, row: int, slot: int, names: Sequence[BlobName], payloads: _Bytes
+    ) -> None:
+        """A crash may have left the header alone: read the payload before saying that it stays."""
+        key = _key_of(names[row])
+
+        def end(ok: bool, was_damaged: bool) -> None:
+            if was_damaged:
+                self._put_rows(ticket, [row], names, payloads)
+            else:
+                ticket.settle(row, ok and self._slots.slot_of.get(key) == slot)
+
+        scratch = np.empty(self.identity.payload_bytes, np.uint8)
+        self._start_read(slot, key[0], scratch, end)
 
     def _take_slots(self, num_wanted: int) -> list[int]:
         """Free slots, then those of the blobs used longest ago; fewer where all others are busy."""
@@ -332,16 +375,19 @@ class BlobStore(KeyedStore):
         if key in self._slots.slot_of:
             self._file.forget(_one(self._slots.discard(key)))
 
-    def _start_read(self, ticket: Ticket, row: int, slot: int, key: BlockKey, out: _Bytes) -> Read:
+    def _start_read(
+        self, slot: int, key: BlockKey, out: _Bytes, done: Callable[[bool, bool], None]
+    ) -> None:
         self._slots.pin([slot])
-        target, overdue_at = out[row], None
+        target, copy_to, overdue_at = out, None, None
         if self._read_deadline_s is not None:
             # A read that is given up may still be going on: it must not touch the caller's memory.
-            target = np.empty(self.identity.payload_bytes, np.uint8)
+            target, copy_to = np.empty(self.identity.payload_bytes, np.uint8), out
             overdue_at = time.monotonic() + self._read_deadline_s
         address = np.array([target.ctypes.data], np.int64)
-        jobs = self._file.read_jobs(np.array([slot], np.int32), address, [key])
-        return Read(ticket, row, slot, self._io.submit(jobs), target, out, overdue_at)
+        jobs = self._file.read_jobs(_one(slot), address, [key])
+        batch = self._io.submit(jobs)
+        self._reads.append(Read(slot, batch, target, copy_to, overdue_at, done))
 
     def _start_erases(self) -> None:
         slots = self._slots.erasable()
@@ -357,42 +403,39 @@ class BlobStore(KeyedStore):
     # Ending
 
     def _end_reads(self) -> None:
-        now, going_on = time.monotonic(), []
-        for read in self._reads:
+        now = time.monotonic()
+        reads, self._reads = self._reads, []  # whoever is told may start another
+        for read in reads:
             if read.batch.is_done():
                 self._end_read(read)
                 continue
-            going_on.append(read)
+            self._reads.append(read)
             if read.overdue_at is not None and now >= read.overdue_at and not read.is_overdue:
                 read.is_overdue = True
                 self._num_overdue += 1
-                self._miss(read, f"reading slot {read.slot} took too long")
-        self._reads = going_on
+                self._num_misses += 1
+                self.health.note_read(False, f"reading slot {read.slot} took too long")
+                read.done(False, False)
 
     def _end_read(self, read: Read) -> None:
         self._slots.unpin([read.slot])
         ok = bool(read.batch.ok[0])
-        if not ok and self._file.is_damaged(_one(read.slot))[0]:
+        key = self._slots.key_in(read.slot)
+        is_damaged = not ok and key is not None and bool(self._file.is_damaged(_one(read.slot))[0])
+        if is_damaged and key is not None:
             self._num_damaged += 1
             _log.warning("%s: a miss", self._file.last_failure)
-            key = self._slots.key_in(read.slot)
-            if key is not None:
-                self._drop(key)
+            self._drop(key)
+        elif ok:
+            self._slots.note_read(read.slot)
         if read.is_overdue:
             return
-        if not ok:
-            self._miss(read, self._file.last_failure)
-            return
-        if read.overdue_at is not None:
-            read.out[read.row] = read.target
-        self._num_hits += 1
-        self.health.note_read(True)
-        read.ticket.settle(read.row, True)
-
-    def _miss(self, read: Read, reason: str) -> None:
-        self._num_misses += 1
-        self.health.note_read(False, reason)
-        read.ticket.settle(read.row, False)
+        if ok and read.copy_to is not None:
+            read.copy_to[:] = read.target
+        self._num_hits += ok
+        self._num_misses += not ok
+        self.health.note_read(ok, self._file.last_failure)
+        read.done(ok, is_damaged)
 
     def _end_writes(self) -> None:
         ended = [write for write in self._writes if write.batch.is_done()]
@@ -402,7 +445,7 @@ class BlobStore(KeyedStore):
         written: list[PendingBlob] = []
         for write in ended:
             for blob, ok in zip(write.blobs, write.batch.ok.tolist(), strict=True):
-                self.health.note_write(ok, self._file.last_failure)
+                self._note_write(ok)
                 if ok:
                     self._slots.remains.clear(blob.slot)
                     self._sync.note()
@@ -416,6 +459,11 @@ class BlobStore(KeyedStore):
             point = self._sync.point()
             for blob in written:
                 blob.point = point
+
+    def _note_write(self, ok: bool) -> None:
+        """For the health. While syncs fail, a write that ended well is no good sign."""
+        if not ok or not self._sync.has_failed:
+            self.health.note_write(ok, self._file.last_failure)
 
     def _give_up(self, blob: PendingBlob) -> None:
         """Its slot holds something torn, or what nobody wants any more."""
@@ -432,7 +480,7 @@ class BlobStore(KeyedStore):
             self._erases.remove(erase)
             ok = erase.batch.ok
             for slot, is_good in zip(erase.slots, ok.tolist(), strict=True):
-                self.health.note_write(is_good, self._file.last_failure)
+                self._note_write(is_good)
                 self._slots.end_erasing(slot, is_good)
             self._sync.note(int(np.count_nonzero(ok)))
             self._fail_deletions([s for s, good in zip(erase.slots, ok, strict=True) if not good])
@@ -449,9 +497,13 @@ class BlobStore(KeyedStore):
     def _settle_durable(self) -> None:
         for blob in [b for b in self._pending.values() if b.point and b.point.is_done()]:
             assert blob.point is not None
+            if not blob.point.ok:
+                # It is there, but a later put of it must not be told that it will stay.
+                self._drop(blob.key)
+                continue
             del self._pending[blob.key]
             self._slots.unpin([blob.slot])
-            blob.settle(blob.point.ok)
+            blob.settle(True)
         for deletion in list(self._deletions):
             remains = self._slots.remains
             if deletion.point is None and not any(map(remains.slots_of, deletion.rows.values())):

@@ -59,7 +59,7 @@ class SyncBatcher:
     ``max_writes`` writes. One thread owns it.
 
     After a sync that failed nobody knows what it covered: its points are done and not ok, and a
-    later sync that succeeds does not vouch for them.
+    later sync that succeeds does not vouch for them. Nor is anything durable until one succeeds.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class SyncBatcher:
     ) -> None:
         self.num_syncs = 0  # that have ended well
         self.num_failures = 0
+        self.has_failed = False  # the one that ended last
         self._files = files
         self._io = io
         self._clock = clock
@@ -93,6 +94,8 @@ class SyncBatcher:
     def point(self) -> SyncPoint:
         """A completion for all writes noted so far. Starts nothing: ``poll`` does, in time."""
         point = SyncPoint(self)
+        if self.has_failed and not self._num_dirty and self._in_flight is None:
+            self.note()
         if self._num_dirty:
             self._waiting.append(point)
         elif self._in_flight is not None:
@@ -130,6 +133,7 @@ class SyncBatcher:
             return
         ok = bool(self._in_flight.ok.all())
         self._in_flight = None
+        self.has_failed = not ok
         self.num_syncs += ok
         self.num_failures += not ok
         for point in self._covered:

@@ -51,6 +51,14 @@ class Ticket(StoreTicket):
         self._ok[row] = ok
         self._num_left -= 1
 
+    def settler(self, row: int) -> Callable[[bool, bool], None]:
+        """What a ``Read`` tells how it ended."""
+
+        def settle(ok: bool, was_damaged: bool) -> None:
+            self.settle(row, ok)
+
+        return settle
+
 
 class PendingBlob:
     """A blob from its put until it is durable."""
@@ -84,14 +92,13 @@ class Write:
 class Read:
     """One blob being read."""
 
-    ticket: Ticket
-    row: int
     slot: int
     batch: IoBatch
     target: _Bytes  # kept alive until the I/O has ended
-    out: _Bytes
+    copy_to: _Bytes | None  # where it is wanted, if that is not where it is read to
     overdue_at: float | None
-    is_overdue: bool = False  # its ticket has been told that it is a miss
+    done: Callable[[bool, bool], None]  # is told whether it is good, and whether it was damaged
+    is_overdue: bool = False  # it was told that this is a miss, and is not told again
 
 
 @dataclass(slots=True, eq=False)

@@ -101,7 +101,7 @@ def _scan(
     for row, (pool, header) in enumerate(found):
         fill_entry(index, row, header.name)
         entry = entries[row]
-        entry["pool"], entry["slot"] = pool, header.slot
+        entry["pool"], entry["slot"], entry["is_unread"] = pool, header.slot, 1
         # What was written later was used later, as far as anybody knows.
         entry["write_number"] = entry["last_use"] = header.write_number
     return index, num_damaged

@@ -40,13 +40,14 @@ _HEAD: Final = struct.Struct("<II32sII")
 _CHECKSUM: Final = struct.Struct("<Q")
 
 # One slot. ``pool`` is the place of its file among the tier's. ``last_use`` orders slots by value;
-# larger is more recent.
+# larger is more recent. ``is_unread``: a scan after a crash has found the header, and nobody has
+# looked since whether the payload was written too.
 ENTRY: Final = np.dtype(
     [
         ("pool", "<u2"),
         ("layer_group", "<u2"),
         ("page_class", "<u2"),
-        ("reserved", "<u2"),
+        ("is_unread", "<u2"),
         ("num_tokens", "<u4"),
         ("ordinal", "<u4"),
         ("slot", "<u4"),

@@ -40,6 +40,7 @@ class BlobSlots:
         slots = entries["slot"]
         self.index.entries[slots], self.index.tokens[slots] = entries, found.index.tokens
         self._last_use[slots] = entries["last_use"]
+        self._is_unread: npt.NDArray[np.bool_] = self.index.entries["is_unread"] != 0
         self._next_use = max(time.time_ns(), int(self._last_use.max()) + 1)
         self._is_taken[slots] = True
         self.slot_of.update(zip(_keys(entries), slots.tolist(), strict=True))
@@ -56,12 +57,21 @@ class BlobSlots:
         """The rows of these slots, as they are written to an index."""
         entries = self.index.entries[slots]
         entries["slot"], entries["last_use"] = slots, self._last_use[slots]
+        entries["is_unread"] = self._is_unread[slots]
         return SlotIndex(entries, self.index.tokens[slots])
 
     def touch(self, slot: int) -> None:
         """The slot's blob is used now."""
         self._last_use[slot] = self._next_use
         self._next_use += 1
+
+    def is_unread(self, slot: int) -> bool:
+        """Whether the slot's payload may never have been written."""
+        return bool(self._is_unread[slot])
+
+    def note_read(self, slot: int) -> None:
+        """The slot's payload is what its header says."""
+        self._is_unread[slot] = False
 
     def take_free(self, num_wanted: int) -> list[int]:
         """Up to so many free slots."""
@@ -94,6 +104,7 @@ class BlobSlots:
         """The slot holds this blob."""
         self.slot_of[key] = slot
         self._is_taken[slot] = True
+        self._is_unread[slot] = False
         fill_entry(self.index, slot, name)
         self.touch(slot)
 
