@@ -178,6 +178,7 @@ class CheckedManager:
         self.device._world.planned_failures.clear()
         while self.sequences:
             self.forget(self.sequences.pop())
+        self.faults.is_io_held = False  # a test that failed may have left it so
         self.manager.finish_transfers()
         self.manager.poll()
         self.manager.finish_transfers()

@@ -40,6 +40,7 @@ class LevelStats:
     quarantined_slots: int
     dropped_pages: int
     capacity_tokens: int
+    state: str  # "ok"; of a disk that fails "read_only" or "off"
     pool_groups: tuple[PoolGroupStats, ...]
 
 
@@ -90,5 +91,6 @@ def level_stats(level: LevelPools, layout: HotLayout, tokens_per_block: int) -> 
         sum(g.quarantined_slots for g in groups),
         sum(g.dropped_pages for g in groups),
         max_sequence_tokens(layout, level, tokens_per_block, 1.0),
+        level.state.value,
         tuple(groups),
     )

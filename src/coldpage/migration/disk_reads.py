@@ -30,6 +30,7 @@ class DiskReads:
         self._in_flight: list[Transfer] = []
         # Pages of one batch each, with both ends.
         self._queued: deque[tuple[Int32Array, LevelPools, LevelPools]] = deque()
+        self._last_progress_s = 0.0  # when a read ended, or the first was queued
 
     @property
     def num_in_flight(self) -> int:
@@ -46,6 +47,8 @@ class DiskReads:
                 self._start(self._end.direct(batch, disk, memory))
             return
         codecs = (disk.codec,) if memory.level == HOT_LEVEL else (disk.codec, memory.codec)
+        if not self._queued:
+            self._last_progress_s = self._end.clock()
         for batch in self._end.moves.batches(pages, *codecs):
             for start in range(0, batch.size, MAX_STAGED_PAGES):
                 self._queued.append((batch[start : start + MAX_STAGED_PAGES], disk, memory))
@@ -85,8 +88,12 @@ class DiskReads:
 
     def advance(self, settled: Settlement) -> None:
         """Submit I/O whose memory is ready and finish I/O that has ended. Never blocks."""
+        num_before = len(self._in_flight)
         self._in_flight = [t for t in self._in_flight if not self._advance(t, settled)]
+        if len(self._in_flight) < num_before:
+            self._last_progress_s = self._end.clock()
         self._pump()
+        self._expire_queued(settled)
 
     def _advance(self, transfer: Transfer, settled: Settlement) -> bool:
         """Returns whether the transfer is over."""
@@ -101,7 +108,9 @@ class DiskReads:
             self._end_late(transfer)
             return True
         ok = transfer.batch.ok
-        transfer.disk.disk.note_reads(ok)
+        is_damaged = transfer.group.disk.is_damaged(transfer.disk_slots)
+        reason = transfer.group.disk.last_failure
+        transfer.disk.disk.note_reads(ok[ok | ~is_damaged], reason)
         arrived = ok.copy()
         if transfer.lease is not None:
             if ok.any() and not self._unstage(transfer, transfer.lease, ok):
@@ -121,8 +130,8 @@ class DiskReads:
         """
         table, pages, disk, memory = self._table, transfer.pages, transfer.disk, transfer.memory
         transfer.is_expired = True
-        disk.disk.note_reads(np.zeros(pages.size, np.bool_))
-        self._end.count_late(transfer)
+        disk.disk.note_reads(np.zeros(pages.size, np.bool_), self._end.late_sentence(disk))
+        self._end.count_late(disk, pages)
         was_present = (table.present[pages] & disk.bit) != 0
         table.present[pages] &= ~disk.bit
         table.busy[pages] &= ~disk.bit
@@ -135,6 +144,25 @@ class DiskReads:
             table.reserved[pages] &= ~memory.bit
         settled.lost.append(pages[was_present & (table.present[pages] == 0)])
         settled.pages.append(pages)
+
+    def _expire_queued(self, settled: Settlement) -> None:
+        """Reads that hang hold the staging that those in the queue wait for: they are misses too.
+        Nothing touches their slots.
+        """
+        table, waited_s = self._table, self._end.clock() - self._last_progress_s
+        while self._queued and waited_s > self._queued[0][1].disk.read_deadline_s:
+            pages, disk, memory = self._queued.popleft()
+            disk.disk.note_reads(np.zeros(pages.size, np.bool_), self._end.late_sentence(disk))
+            self._end.count_late(disk, pages)
+            was_present = (table.present[pages] & disk.bit) != 0
+            table.present[pages] &= ~disk.bit
+            self._end.release_sources(pages, disk)
+            if memory.level != HOT_LEVEL:
+                table.reserved[pages] &= ~memory.bit
+                for group, members in memory.split(table.life_cycle[pages], pages):
+                    group.slots.free(table.slot[memory.level, members])
+            settled.lost.append(pages[was_present & (table.present[pages] == 0)])
+            settled.pages.append(pages)
 
     @staticmethod
     def _end_late(transfer: Transfer) -> None:
@@ -175,12 +203,17 @@ class DiskReads:
         arrived: npt.NDArray[np.bool_],
         settled: Settlement,
     ) -> None:
-        """The disk's side: a slot whose bytes did not verify is never read again."""
+        """The disk's side: a slot whose bytes did not verify is never used again; one that could
+        not be read may be written to, later than all others.
+        """
         table, disk, pages = self._table, transfer.disk, transfer.pages
+        slots = transfer.group.slots
         bad = pages[~ok]
         was_present = (table.present[bad] & disk.bit) != 0
         table.present[bad] &= ~disk.bit
-        transfer.group.slots.quarantine(transfer.disk_slots[~ok])
+        is_damaged = transfer.group.disk.is_damaged(transfer.disk_slots)
+        slots.quarantine(transfer.disk_slots[~ok & is_damaged])
+        slots.free_last(transfer.disk_slots[~ok & ~is_damaged])
         table.busy[bad] &= ~disk.bit
         self._end.count_failures(transfer, ok, "read_misses")
         self._end.count_arrived(transfer, arrived, is_write=False)

@@ -181,16 +181,21 @@ class DiskEnd:
             pages = transfer.pages[arrived]
             self.events.moved(pages, source, target, self.page_bytes(transfer))
 
-    def count_late(self, transfer: Transfer) -> None:
-        """Note a read that was given up."""
+    @staticmethod
+    def late_sentence(disk: LevelPools) -> str:
+        """Why reads were given up."""
+        return f"no answer within {disk.disk.read_deadline_s:g} s"
+
+    def count_late(self, disk: LevelPools, pages: Int32Array) -> None:
+        """Note reads that were given up; the first are logged."""
         if not self.events.totals["late_reads"]:
             _logger.warning(
-                "the disk tier %s takes longer than %.1f s to return pages: they are recomputed "
+                "the disk tier %s takes longer than %g s to return pages: they are recomputed "
                 "(late_reads counts them)",
-                transfer.disk.name,
-                transfer.disk.disk.read_deadline_s,
+                disk.name,
+                disk.disk.read_deadline_s,
             )
-        self.events.totals["late_reads"] += int(transfer.pages.size)
+        self.events.totals["late_reads"] += int(pages.size)
 
     def count_failures(self, transfer: Transfer, ok: npt.NDArray[np.bool_], name: str) -> None:
         """Note I/O that failed; the first of each name is logged."""

@@ -121,7 +121,7 @@ class DiskWrites:
         # Nothing of value is in them; another slot is tried first, and these again later.
         slots.free_last(transfer.disk_slots[~ok])
         self._end.count_failures(transfer, ok, "write_errors")
-        transfer.disk.disk.note_writes(ok)
+        transfer.disk.disk.note_writes(ok, transfer.group.disk.last_failure)
         self._end.count_arrived(transfer, ok & current, is_write=True)
         if transfer.lease is None:
             self._end.release_sources(pages, transfer.memory)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from coldpage.device.base import IoExecutor
 from coldpage.device.file import BlockFile
+from coldpage.errors import StorageError
 from coldpage.store import (
     FileIdentity,
     InstanceDirectory,
@@ -28,6 +29,7 @@ from coldpage.store import (
     write_sidecar,
 )
 from coldpage.store.recovery import Progress
+from coldpage.store.sidecar import ENTRY, take_away_sidecar
 
 __all__ = ["DiskTier"]
 
@@ -54,9 +56,10 @@ class DiskTier:
         self._next_expiry_s = 0.0
         self.files: list[SlotFile] = []
         self.new_files: list[Path] = []  # that were not there before
-        self.health = TierHealth()
+        self.health = TierHealth(f"the disk tier {directory.path}")
         self._identity = identity
         self._sync: SyncBatcher | None = None
+        self._num_sync_failures = 0
 
     def open_files(self, identities: list[FileIdentity], num_slots: list[int]) -> None:
         """One file for each pool group. Raises StorageError when one can not be had."""
@@ -68,21 +71,31 @@ class DiskTier:
             self.files.append(SlotFile(file, count, identity))
 
     def recover(self, io: IoExecutor, progress: Progress | None) -> Recovered:
-        """What the files hold. Blocks while headers are read."""
+        """What the files hold. Blocks while headers are read; new files have none."""
         self._sync = SyncBatcher(self.files, io)
-        return recover(self.directory.path, self.files, self._identity.digest, io, progress)
+        if len(self.new_files) < len(self.files):
+            return recover(self.directory.path, self.files, self._identity.digest, io, progress)
+        try:
+            take_away_sidecar(self.directory.path)  # of files that somebody has removed
+        except OSError as error:
+            raise StorageError(f"{self.directory.path} can not be changed ({error})") from error
+        tokens = np.zeros((0, self.files[0].identity.tokens_per_block), np.int32)
+        nothing = SlotIndex(np.zeros(0, ENTRY), tokens)
+        return Recovered(nothing, False, nothing, 0)
 
-    def note_writes(self, ok: npt.NDArray[np.bool_]) -> None:
-        """How writes ended, one by one."""
+    def note_writes(self, ok: npt.NDArray[np.bool_], reason: str = "") -> None:
+        """How writes ended, one by one; ``reason`` is what the last failure says."""
         for is_good in ok.tolist():
-            self.health.note_write(is_good)
+            self.health.note_write(is_good, reason)
         if self._sync is not None and ok.any():
             self._sync.note(int(np.count_nonzero(ok)))
 
-    def note_reads(self, ok: npt.NDArray[np.bool_]) -> None:
-        """How reads ended, one by one; one that took too long did not end well."""
+    def note_reads(self, ok: npt.NDArray[np.bool_], reason: str = "") -> None:
+        """How reads ended, one by one; one that took too long did not end well. Damaged slots are
+        not among them: the disk has answered.
+        """
         for is_good in ok.tolist():
-            self.health.note_read(is_good)
+            self.health.note_read(is_good, reason)
 
     def expiry_ns(self) -> int | None:
         """The time of day before which a last use is too long ago; None when it is not time to
@@ -98,14 +111,23 @@ class DiskTier:
         """Start making durable what was written, when it is time. Never blocks."""
         if self._sync is not None:
             self._sync.poll()
+            self._note_syncs(self._sync)
 
     def sync(self) -> None:
         """Block until what was written is durable; a failure is noted as one of a write."""
-        for file in self.files:
-            try:
-                file.sync()
-            except OSError as error:
-                self.health.note_write(False, f"{self.directory.path} can not be synced: {error}")
+        if self._sync is not None:
+            self._sync.flush()
+            self._note_syncs(self._sync)
+
+    def _note_syncs(self, sync: SyncBatcher) -> None:
+        for _ in range(sync.num_failures - self._num_sync_failures):
+            self.health.note_write(False, self.last_failure)
+        self._num_sync_failures = sync.num_failures
+
+    @property
+    def last_failure(self) -> str:
+        """What one of the files says about its last failure; empty when none has failed."""
+        return next((file.last_failure for file in self.files if file.last_failure), "")
 
     def write_index(self, index: SlotIndex) -> None:
         """Leave an index of what the files hold, after making that durable. Blocks. Where it can
@@ -123,7 +145,9 @@ class DiskTier:
             )
 
     def close(self) -> None:
-        """Close the files and give the directory back. No job may be in flight."""
+        """Close the files and give the directory back. No read or write may be in flight."""
+        if self._sync is not None:
+            self._sync.flush()
         for file in self.files:
             file.close()
         self.directory.close()

@@ -16,7 +16,7 @@ from coldpage.codecs import ConfiguredCodec
 from coldpage.pools.disk_tier import DiskTier
 from coldpage.pools.memory import MemoryPool
 from coldpage.slots import SlotAllocator
-from coldpage.store import SlotFile
+from coldpage.store import HealthState, SlotFile
 from coldpage.types import (
     CacheLevel,
     CacheTier,
@@ -167,6 +167,16 @@ class LevelPools:
     def may_read(self) -> bool:
         """Whether pages can be brought from here now."""
         return self._disk is None or self._disk.health.may_read()
+
+    @property
+    def state(self) -> HealthState:
+        """What the medium is good for now; memory is always good."""
+        return HealthState.OK if self._disk is None else self._disk.health.state
+
+    @property
+    def is_off(self) -> bool:
+        """Whether what is asked of the level is a miss."""
+        return self.state is HealthState.OFF
 
     @property
     def codec_name(self) -> str:

@@ -39,6 +39,7 @@ class Backup:
         self._levels = levels
         self._disk = disk
         self._send = send
+        self._disk_bits = np.uint8(sum(int(level.bit) for level in levels if level.is_disk))
         self._noted: deque[tuple[Int32Array, Int32Array]] = deque()  # pages and their versions
 
     @property
@@ -61,7 +62,8 @@ class Backup:
     def _wanted(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
         """Committed, whole, at rest in memory, and not on the disk yet."""
         table, bit = self._table, self._disk.bit
-        on_disk = ((table.present[pages] | table.reserved[pages] | table.busy[pages]) & bit) != 0
+        taken = table.present[pages] | table.reserved[pages] | table.busy[pages]
+        on_disk = (taken & self._disk_bits) != 0
         in_memory = (table.present[pages] & (bit - np.uint8(1))) != 0
         at_rest = (table.num_locks[pages] == 0) & ~table.is_missing[pages]
         is_worth = table.worth_writing(pages) & (table.node[pages] != 0)
@@ -77,7 +79,7 @@ class Backup:
                 pages, versions = pages[:num_pages], versions[:num_pages]
             num_pages -= int(pages.size)
             pages = pages[(self._table.version[pages] == versions)]
-            pages = np.unique(pages[self._wanted(pages)])
+            pages = pages[self._wanted(pages)]  # in their order: there may not be room for all
             is_hot = (self._table.present[pages] & HOT_BIT) != 0
             self._send(self._levels[HOT_LEVEL], pages[is_hot], self._disk)
             self._send_cold(pages[~is_hot])

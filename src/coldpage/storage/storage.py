@@ -249,9 +249,10 @@ class Storage:
     def name(self, pages: Int32Array) -> None:
         """The pages, which active sequences hold, belong to committed blocks from now on. Copies on
         disk from before bear no name, so no restart would find them: they are given up, and so is
-        what is on its way there.
+        what is on its way there. A page whose only copy is there stays as it is.
         """
         table = self.table
+        pages = pages[(table.present[pages] & HOT_BIT) != 0]
         for level in self.levels:
             if level.is_disk:
                 table.version[pages[(table.reserved[pages] & level.bit) != 0]] += 1
@@ -299,6 +300,9 @@ class Storage:
     def prefetch(self, pages: Int32Array, level: LevelPools) -> None:
         """Start pulling pages up to the level, as far as there is room that costs nothing."""
         table = self.table
+        # What is asked of a disk that is off would be lost, and nobody needs it yet.
+        off = np.uint8(sum(int(lv.bit) for lv in self.levels if lv.is_off))
+        pages = pages[(table.present[pages] & ~off) != 0]
         hotter_or_equal = np.uint8((int(level.bit) << 1) - 1)
         wanted = pages[
             ((table.present[pages] & hotter_or_equal) == 0)
@@ -416,7 +420,8 @@ class Storage:
             backup.note_all(self._escalation.policy)
             while time.monotonic() < deadline_s:
                 self._advance_backup(backup)
-                if not self._num_in_flight and not backup.num_waiting:
+                # Reads may hang: they are not waited for.
+                if not self._num_writes_in_flight and not backup.num_waiting:
                     break
                 self._drain()
             for level in self.levels:
@@ -428,8 +433,8 @@ class Storage:
         return int(np.count_nonzero(is_left & ~table.is_missing))
 
     @property
-    def _num_in_flight(self) -> int:
-        return 0 if self._disk_moves is None else self._disk_moves.num_in_flight
+    def _num_writes_in_flight(self) -> int:
+        return 0 if self._disk_moves is None else self._disk_moves.writes.num_in_flight
 
     def finish_transfers(self) -> None:
         """Block until nothing is in flight."""
