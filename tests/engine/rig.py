@@ -25,7 +25,6 @@ from coldpage.engine.messages import Delta, Failed, Finished, SamplingParams
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import ScheduledItem, ServedModel, StepResult, StepState
-from coldpage.pools import disk_slot_bytes
 from coldpage.types import Int32Array, LayerId
 from tests.engine.faulty_manager import FaultyManager
 from tests.engine.pattern_runner import (
@@ -36,6 +35,7 @@ from tests.engine.pattern_runner import (
     PatternRunner,
     expected_tokens,
 )
+from tests.property.setups import disk_slot_bytes
 
 BLOCK = 4
 NUM_DISK_BLOCKS = 500
@@ -94,7 +94,9 @@ class Rig:
         tiers: list[CacheTierConfig] = [DeviceTierConfig(hot_bytes)]
         if num_host_blocks:
             tiers.append(HostTierConfig(num_host_blocks * block_bytes))
-        tiers.append(DiskTierConfig(directory, NUM_DISK_BLOCKS * disk_slot_bytes(block_bytes)))
+        tiers.append(
+            DiskTierConfig(directory, NUM_DISK_BLOCKS * disk_slot_bytes(block_bytes, BLOCK))
+        )
         windows = [None, WINDOW] if has_sliding_window else [None]
         layers = tuple(
             AttentionLayerConfig(LayerId(index), (BufferConfig(ROLE, block_bytes),), window)

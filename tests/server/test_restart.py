@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import torch
 
-from coldpage.engine.model import LoadedModel, load_model
 from coldpage.engine.texts import documentation_text
 from tests.server.running_server import RunningServer, wait_until
 
@@ -188,88 +185,3 @@ def test_a_taken_instance_names_who_has_it(place: Place) -> None:
             assert f"in use by process {server.engine_pid}" in second.errors
         with place.server(instance_id="other").wait_ready(READY_S) as third:
             assert third.health().status_code == 200  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One server for the tests that leave it running."""
-    place = Place(tmp_path_factory.mktemp("shared"))
-    with place.server() as running:
-        yield running.wait_ready(READY_S)
-
-
-@pytest.fixture
-def http(shared: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shared.url, timeout=READY_S) as client:
-        yield client
-
-
-def complete(
-    http: httpx.Client, prompt: list[int], session: str | None = None, num: int = 4, **more: Any
-) -> tuple[str, int]:
-    """The text, and the prompt tokens that were reused."""
-    body = {"prompt": prompt, "max_tokens": num, "temperature": 0, "ignore_eos": True, **more}
-    answer = http.post("/v1/completions", json={**body, "session": session})
-    assert answer.status_code == 200, answer.text
-    fields = answer.json()
-    return fields["choices"][0]["text"], fields["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def slot_of(http: httpx.Client, name: str) -> dict[str, Any]:
-    (slot,) = (slot for slot in http.get("/slots").json() if slot["name"] == name)
-    return dict(slot)
-
-
-def tokens(seed: int, num: int) -> list[int]:
-    return [1000 + (7 * i + 131 * seed + i * i * seed) % 20_000 for i in range(num)]
-
-
-def test_a_saved_session_survives_its_erasure(http: httpx.Client, model: LoadedModel) -> None:
-    prompt = tokens(1, 250)
-    complete(http, prompt, "saved")
-    slot = slot_of(http, "saved")
-    assert slot["n_tokens"] == 250 + 3  # the last answered token has not been computed
-    assert not slot["is_processing"]
-    tier = slot["tier"]
-    assert tier["blocks_hot"] + tier["blocks_warm"] + tier["blocks_cold"] == 16
-    assert sorted(tier["fingerprints"]) == ["codec", "dtype", "model", "tokenizer"]
-    place = f"/slots/{slot['id']}"
-    saved = http.post(f"{place}?action=save", json={"filename": "one.bin"}).json()
-    assert saved["id_slot"] == slot["id"]
-    assert saved["filename"] == "one.bin"
-    assert saved["n_saved"] == 253
-    assert saved["timings"]["save_ms"] > 0
-    erased = http.post(f"{place}?action=erase").json()
-    assert erased == {"id_slot": slot["id"], "session": "saved", "n_erased": 253}
-    assert slot_of(http, "saved")["n_tokens"] == 0
-    restored = http.post(f"{place}?action=restore", json={"filename": "one.bin"}).json()
-    assert restored["n_restored"] == 253
-    assert restored["n_read"] == saved["n_written"] > 253 * 23_040 * 2
-    assert restored["timings"]["restore_ms"] > 0
-    # What it went on with before is what it goes on with now, and nothing of it is computed again.
-    ids = [*prompt, *greedy(model, prompt, 3)]
-    text, cached = complete(http, [*ids, 77, 78], "saved", 4)
-    assert cached == restored["n_restored"] == len(ids)
-    unsaved, _ = complete(http, [*ids, 77, 78], None, 4, cache_salt="apart")
-    assert text == unsaved
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load_model(None, torch.float32)
-
-
-def greedy(model: LoadedModel, prompt: list[int], num: int) -> list[int]:
-    """What plain transformers goes on with."""
-    ids = torch.tensor([prompt])
-    out = model.model.generate(  # type: ignore[misc]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num,
-        min_new_tokens=num,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    answer: list[int] = out[0, len(prompt) :].tolist()
-    return answer

@@ -23,6 +23,13 @@ OPERATIONS = {
     ("post", "/v1/completions"),
     ("get", "/v1/models"),
     ("get", "/v1/models/{model_name}"),
+    ("get", "/slots"),
+    ("post", "/slots/{slot_id}"),
+    ("get", "/sessions"),
+    ("post", "/sessions/{name}/save"),
+    ("post", "/sessions/{name}/restore"),
+    ("post", "/sessions/{name}/fork"),
+    ("delete", "/sessions/{name}"),
     ("get", "/health"),
     ("get", "/metrics"),
 }
