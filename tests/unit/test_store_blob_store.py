@@ -29,6 +29,7 @@ class _Disk(BlockFile):
     fails_reads = False
     fails_syncs = False
     error = errno.EIO
+    bad_offset = -1
     num_writes = 0
 
     def __init__(self, path: str | Path, num_bytes: int) -> None:
@@ -47,6 +48,8 @@ class _Disk(BlockFile):
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         assert self.may_write.wait(20)
         self.num_writes += 1
+        if offset == self.bad_offset:
+            raise OSError(self.error, os.strerror(self.error))
         if self.fails_writes:
             super()._write_some([buffers[0][:4096]], offset)  # torn as well
             raise OSError(self.error, os.strerror(self.error))
@@ -118,6 +121,7 @@ class _Rig:
         self.disk.fails_writes = self.disk.fails_reads = self.disk.fails_syncs = False
         for breaker in (self.store.health._writes, self.store.health._reads):
             breaker._retry_at -= seconds
+        self.store._no_erase_before -= seconds
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -312,6 +316,40 @@ def test_a_deletion_that_can_not_be_written_says_so(tmp_path: Path) -> None:
     assert not (rig.disk.path.parent / SIDECAR_NAME).exists()  # it would hide what remains
 
 
+def test_a_bad_sector_makes_its_deletion_fail_and_nothing_else(tmp_path: Path) -> None:
+    rig = _Rig(tmp_path)
+    assert all(rig.put(*range(8)))
+    rig.disk.bad_offset = rig.slot_of(3) * rig.slot_bytes
+    ticket = rig.store.delete([blob_name(3).key, blob_name(4).key])
+    for seed in range(20, 30):
+        assert rig.put(seed) == [True]
+    ticket.synchronize()
+    assert ticket.ok.tolist() == [False, True]
+    num_writes = rig.disk.num_writes
+    for _ in range(50):
+        rig.store.poll()
+    rig.store.flush()
+    assert rig.disk.num_writes == num_writes
+    assert rig.store.health.state is HealthState.OK
+    rig.disk.bad_offset = -1
+    rig.heal()
+    rig.store.poll()
+    rig.store.flush()
+    assert not len(rig.store._slots.remains)
+    rig.store.close()
+
+
+def test_a_small_store_syncs_before_its_slots_run_out(tmp_path: Path) -> None:
+    rig = _Rig(tmp_path, num_blobs=8, max_sync_delay_s=1e9)
+    for seed in range(0, 40, 2):
+        ticket = rig.store.put(
+            [blob_name(s) for s in (seed, seed + 1)], blob_payloads([seed, seed + 1], _PAYLOAD)
+        )
+        _until(lambda: rig.store.poll() or ticket.is_done())  # type: ignore[func-returns-value]  # noqa: B023
+        assert ticket.ok.all()
+    rig.store.close()
+
+
 def test_older_copies_found_at_the_start_are_erased(tmp_path: Path) -> None:
     rig = _Rig(tmp_path)
     assert rig.put(1) == [True]
@@ -325,6 +363,8 @@ def test_older_copies_found_at_the_start_are_erased(tmp_path: Path) -> None:
     assert job.run()
     rig.die()
     again = _Rig(tmp_path)
+    name_key = (name.key, name.layer_group_id)
+    assert again.store._slots.remains.slots_of(name_key) == {slot}
     assert again.slot_of(1) == 5
     assert again.get(1) == [True]
     assert again.delete(1) == [True]

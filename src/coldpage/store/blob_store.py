@@ -31,7 +31,7 @@ from coldpage.store import recovery
 from coldpage.store.base import FIRST_GROUP, KeyedStore, StoreTicket
 from coldpage.store.durability import MAX_DELAY_S, MAX_WRITES, SyncBatcher
 from coldpage.store.format import BLANK_KEY, MAX_CODEC_BYTES, BlobName, FileIdentity
-from coldpage.store.health import TierHealth
+from coldpage.store.health import FIRST_RETRY_S, TierHealth
 from coldpage.store.instance import InstanceDirectory, InstanceIdentity, default_instance_id
 from coldpage.store.operations import Deletion, Key, PendingBlob, Read, Ticket, Write
 from coldpage.store.sidecar import ENTRY, write_sidecar
@@ -129,6 +129,7 @@ class BlobStore(KeyedStore):
         self._sync = SyncBatcher(
             [self._file], self._io, max_delay_s=max_sync_delay_s, max_writes=max_writes
         )
+        self._no_erase_before = 0.0
         self._num_syncs = 0  # that the health knows of
         self._is_closed = False
 
@@ -393,7 +394,7 @@ class BlobStore(KeyedStore):
         slots = self._slots.erasable()
         if not slots:
             return
-        if not self.health.may_write():
+        if time.monotonic() < self._no_erase_before or not self.health.may_write():
             self._fail_deletions(slots)
             return
         self._slots.start_erasing(slots)
@@ -483,7 +484,9 @@ class BlobStore(KeyedStore):
                 self._note_write(is_good)
                 self._slots.end_erasing(slot, is_good)
             self._sync.note(int(np.count_nonzero(ok)))
-            self._fail_deletions([s for s, good in zip(erase.slots, ok, strict=True) if not good])
+            if not ok.all():
+                # It may be a sector's fault that no other write meets: do not try without end.
+                self._no_erase_before = time.monotonic() + FIRST_RETRY_S
 
     def _fail_deletions(self, slots: Sequence[int]) -> None:
         """What remains in these slots could not be erased."""
