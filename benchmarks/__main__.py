@@ -9,7 +9,16 @@ from rich.console import Console
 
 from benchmarks.rows import report
 
-NAMES = ("manager_cost", "descriptors", "restore", "disk", "resume", "slow_disk", "engine")
+NAMES = (
+    "manager_cost",
+    "descriptors",
+    "restore",
+    "disk",
+    "resume",
+    "slow_disk",
+    "reopen",
+    "engine",
+)
 
 
 def main(arguments: list[str]) -> int:

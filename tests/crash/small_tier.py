@@ -74,7 +74,9 @@ class SmallTier:
             file.write(slots.tobytes())
 
     def write(self, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """A conversation of full blocks, whose pages [num_blocks, PAYLOAD_BYTES] go to disk."""
+        """A conversation of full blocks, whose pages [num_blocks, PAYLOAD_BYTES] go to disk when
+        the tier is flushed, or room is needed.
+        """
         cache = self.manager.create_kv_cache()
         assert cache.resume() and cache.resize(tokens.size)
         cache.synchronize()
@@ -83,6 +85,9 @@ class SmallTier:
             array[hot] = part
         cache.commit(tokens)
         cache.close()
+
+    def flush(self) -> None:
+        """Have everything on disk."""
         assert self.manager.flush(20.0) == 0
 
     def read(self, tokens: np.ndarray, pages: np.ndarray) -> list[int]:
