@@ -65,9 +65,10 @@ class DiskTier:
         """One file for each pool group. Raises StorageError when one can not be had."""
         for pool, (identity, count) in enumerate(zip(identities, num_slots, strict=True)):
             path = self.directory.path / f"{_PREFIX}{pool}.slots"
-            if not path.exists():
-                self.new_files.append(path)
+            is_new = not path.exists()
             file = BlockFile(path, count * slot_bytes_of(identity))
+            if is_new:
+                self.new_files.append(path)
             self.files.append(SlotFile(file, count, identity))
 
     def recover(self, io: IoExecutor, progress: Progress | None) -> Recovered:
@@ -113,11 +114,15 @@ class DiskTier:
             self._sync.poll()
             self._note_syncs(self._sync)
 
-    def sync(self) -> None:
-        """Block until what was written is durable; a failure is noted as one of a write."""
-        if self._sync is not None:
-            self._sync.flush()
-            self._note_syncs(self._sync)
+    def sync(self) -> bool:
+        """Block until what was written is durable, and say whether it is; a failure is noted as one
+        of a write.
+        """
+        if self._sync is None:
+            return False
+        self._sync.flush()
+        self._note_syncs(self._sync)
+        return not self._sync.has_failed
 
     def _note_syncs(self, sync: SyncBatcher) -> None:
         for _ in range(sync.num_failures - self._num_sync_failures):

@@ -412,10 +412,10 @@ class Storage:
 
     def flush(self, budget_s: float) -> int:
         """Write committed pages that are only in memory to disk, most valuable first, until all are
-        there or the time is over. Blocks. Returns how many are left.
+        there or the time is over. Blocks. Returns how many are left, or not known to be durable.
         """
         deadline_s = time.monotonic() + budget_s
-        backup = self._backup
+        backup, durable = self._backup, np.uint8(0)
         if backup is not None:
             backup.note_all(self._escalation.policy)
             while time.monotonic() < deadline_s:
@@ -425,11 +425,10 @@ class Storage:
                     break
                 self._drain()
             for level in self.levels:
-                if level.is_disk:
-                    level.disk.sync()
+                if level.is_disk and level.disk.sync():
+                    durable |= level.bit
         table = self.table
-        on_disk = sum(int(level.bit) for level in self.levels if level.is_disk)
-        is_left = (table.node != 0) & ((table.present & np.uint8(on_disk)) == 0)
+        is_left = (table.node != 0) & ((table.present & durable) == 0)
         return int(np.count_nonzero(is_left & ~table.is_missing))
 
     @property
