@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +81,18 @@ class WatchedFile(BlockFile, _Watched):
 
 
 class WatchedPowerFile(PowerCutFile, _Watched):
-    """Notes which slots were written; what is lost is the power cut's choice."""
+    """Notes which slots were written; what is lost is the power cut's choice. ``after_write`` is
+    called when something has been, and nobody has synced it yet.
+    """
+
+    after_write: Callable[[], None] | None = None
 
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         with self._lock:
             num_written = super()._write_some(buffers, offset)
             self.note(offset)
+        if self.after_write is not None:
+            self.after_write()
         return num_written
 
 

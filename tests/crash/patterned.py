@@ -39,6 +39,7 @@ WINDOW_TOKENS = 2 * TOKENS_PER_BLOCK
 NUM_HOT_BLOCKS = 14
 ROLES = (BufferRole("key"), BufferRole("value"))
 FINGERPRINT = b"patterned"
+FLUSH_BUDGET_S = 1.0
 
 
 def config_of(path: Path, num_disk_blocks: int, *, write_behind: bool) -> KVCacheManagerConfig:
@@ -211,7 +212,7 @@ class Talker:
 
     def flush(self) -> None:
         """Write everything, and say so when it is durable."""
-        if self.patterned.manager.flush(10.0) == 0:
+        if self.patterned.manager.flush(FLUSH_BUDGET_S) == 0:
             self._on_flushed()
 
     def close_all(self) -> None:

@@ -25,9 +25,17 @@ STEPS_IN_THE_DARK = 3
 def _cut_at_random(supply: PowerSupply, rng: random.Random) -> None:
     """Mostly when there is something to lose."""
     time.sleep(rng.uniform(0, MAX_DELAY_S))
-    deadline_s = time.monotonic() + (MAX_WAIT_S if rng.random() < 0.85 else 0)
-    while not supply.num_unsynced and time.monotonic() < deadline_s:
-        time.sleep(0.0002)
+    if rng.random() < 0.85:
+        is_cut = threading.Event()
+
+        def cut() -> None:
+            supply.cut(rng)
+            is_cut.set()
+
+        for file in supply.files:
+            assert isinstance(file, WatchedPowerFile)
+            file.after_write = cut
+        is_cut.wait(MAX_WAIT_S)
     supply.cut(rng)
 
 
