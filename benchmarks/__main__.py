@@ -17,6 +17,7 @@ NAMES = (
     "resume",
     "slow_disk",
     "reopen",
+    "save_restore",
     "engine",
 )
 

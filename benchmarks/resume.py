@@ -27,7 +27,7 @@ from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import StepState
 from coldpage.engine.texts import documentation_tokens
 
-__all__ = ["run"]
+__all__ = ["TURN_TOKENS", "answer", "run"]
 
 TURN_TOKENS = 32
 REPETITIONS = 5
@@ -35,7 +35,7 @@ TOKENS_PER_BLOCK = 16
 GOALS = {("host", 1_500): 8, ("host", 6_000): 25, ("disk", 1_500): 6, ("disk", 6_000): 15}
 
 
-def _answer(scheduler: Scheduler, manager: KVCacheManager, prompt: np.ndarray, salt: str) -> Usage:
+def answer(scheduler: Scheduler, manager: KVCacheManager, prompt: np.ndarray, salt: str) -> Usage:
     """One greedy token after ``prompt``."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     scope = ReuseScope(salt=salt)
@@ -75,14 +75,14 @@ def _measure(
         scheduler = Scheduler(ModelRunner(model, manager), manager, serve_tokens(model, manager))
         plain_scheduler = Scheduler(ModelRunner(model, plain), plain, serve_tokens(model, plain))
         stop = num_tokens
-        _answer(scheduler, manager, tokens[:stop], "")
+        answer(scheduler, manager, tokens[:stop], "")
         for repetition in range(REPETITIONS + 1):
             evict_all(manager)
             stop += TURN_TOKENS
-            usage = _answer(scheduler, manager, tokens[:stop], "")
+            usage = answer(scheduler, manager, tokens[:stop], "")
             cached = usage.cached_tokens_by_tier[tier_name]
             assert cached > stop - TURN_TOKENS - 2 * TOKENS_PER_BLOCK, usage
-            again = _answer(plain_scheduler, plain, tokens[:stop], str(repetition))
+            again = answer(plain_scheduler, plain, tokens[:stop], str(repetition))
             if repetition:  # the first of each warms memory up
                 ours.append(usage.time_to_first_token_ms)
                 recomputed.append(again.time_to_first_token_ms)
