@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import coldpage.store.health
 from coldpage import (
     AttentionLayerConfig,
     BufferConfig,
@@ -99,6 +100,7 @@ def test_eviction_does_not_wait_for_slow_reads(
 def test_a_disk_that_fails_writes_says_why_and_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(coldpage.store.health, "FIRST_RETRY_S", 0.0)
     disk = DiskTierConfig(str(tmp_path), 8 * SLOT_BYTES)
     with make_manager(4, disk) as manager:
         with monkeypatch.context() as failing, caplog.at_level(logging.WARNING, "coldpage"):
@@ -115,10 +117,12 @@ def test_a_disk_that_fails_writes_says_why_and_is_used_again(
         assert "look at the disk" in caplog.text
         assert "every colder tier is full" not in caplog.text
         assert manager.stats().levels[1].quarantined_slots == 0
+        assert manager.stats().levels[1].state == "read_only"
         second = filled(manager, 4, 3)
         filled(manager, 4, 4).close()
         manager.finish_transfers()
         assert second.missing_blocks() == []
+        assert manager.stats().levels[1].state == "ok"
         assert second.resume()
         second.synchronize()
         assert second.missing_blocks() == []
@@ -153,12 +157,17 @@ def test_a_truncated_window_is_not_ready_before_its_blocks_have_places() -> None
         assert all(slots[block] >= 0 for block in missing)
 
 
-def test_pool_files_of_another_model_do_not_outlive_it(tmp_path: Path) -> None:
+def test_what_else_is_at_the_path_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pool-7.slots").write_bytes(b"x" * 8192)
-    (tmp_path / "mine.txt").write_text("kept")
-    with make_manager(4, DiskTierConfig(str(tmp_path), 8 * SLOT_BYTES)):
-        names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"pool-0.slots", "instance.lock", "mine.txt"}
+    (tmp_path / "paged" / "instance-other").mkdir(parents=True)
+    (tmp_path / "paged" / "instance-other" / "pool-0.slots").write_bytes(b"y" * 8192)
+    for _ in range(2):
+        with make_manager(4, DiskTierConfig(str(tmp_path), 8 * SLOT_BYTES)) as manager:
+            filled(manager, 4, 1).close()
+            assert manager.flush(10.0) == 0
+    assert (tmp_path / "pool-7.slots").read_bytes() == b"x" * 8192
+    assert (tmp_path / "paged" / "instance-other" / "pool-0.slots").read_bytes() == b"y" * 8192
+    assert len(list((tmp_path / "paged").iterdir())) == 2
 
 
 def test_polling_a_full_host_level_looks_at_its_slots_once(tmp_path: Path) -> None:
@@ -169,7 +178,7 @@ def test_polling_a_full_host_level_looks_at_its_slots_once(tmp_path: Path) -> No
         manager.poll()
         manager.finish_transfers()
         manager.poll()
-        policy = manager._storage._escalation._policy
+        policy = manager._storage._escalation.policy
         calls: list[int] = []
         score = policy.score
         policy.score = lambda *a: calls.append(1) or score(*a)  # type: ignore[method-assign, func-returns-value]

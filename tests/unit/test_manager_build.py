@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import stat
@@ -81,6 +82,12 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert _open_files() == files
 
 
+def _instance(path: Path) -> Path:
+    """The directory of the one instance below a tier's path."""
+    (directory,) = (path / "paged").iterdir()
+    return directory
+
+
 def _is_free(directory: Path) -> bool:
     """Whether another manager can have the directory."""
     KVCacheManager(_config(DiskTierConfig(str(directory), _MIB))).close()
@@ -92,23 +99,26 @@ def _is_free(directory: Path) -> bool:
 
 def test_a_manager_takes_what_it_needs_and_gives_it_back(tmp_path: Path) -> None:
     threads, files = set(threading.enumerate()), _open_files()
-    directory = tmp_path / "new" / "tier"
-    manager = KVCacheManager(_config(HostTierConfig(_MIB), DiskTierConfig(str(directory), _MIB)))
+    path = tmp_path / "new" / "tier"
+    manager = KVCacheManager(_config(HostTierConfig(_MIB), DiskTierConfig(str(path), _MIB)))
     assert len(set(threading.enumerate()) - threads) == 2, "an offload and an onboard stream"
     opened = [f for f in _open_files() if f not in files]
     names = ["instance.lock", "pool-0.slots", "pool-1.slots"]
+    directory = _instance(path)
     assert opened == [str(directory / name) for name in names]
-    assert sorted(os.listdir(directory)) == names
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    for name in names:
+    assert sorted(os.listdir(directory)) == sorted([*names, "identity.json"])
+    for private in (path, path / "paged", directory):
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    for name in os.listdir(directory):
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
-    assert (directory / "instance.lock").read_text() == f"{os.getpid()}\n"
+    assert json.loads((directory / "instance.lock").read_text())["pid"] == os.getpid()
     assert sum(f.stat().st_size for f in directory.iterdir() if f.suffix == ".slots") <= _MIB
     manager.close()
     manager.close()
     with pytest.raises(ClosedError, match="the manager is closed"):
         manager.poll()
-    assert _is_free(directory)
+    assert stat.S_IMODE((directory / "index.bin").stat().st_mode) == 0o600
+    assert _is_free(path)
 
 
 def test_managers_may_follow_each_other_in_a_directory_at_any_size(tmp_path: Path) -> None:
@@ -117,7 +127,8 @@ def test_managers_may_follow_each_other_in_a_directory_at_any_size(tmp_path: Pat
         with KVCacheManager(_config(tier)) as manager:
             level = manager.stats().levels[1]
             assert quota - 30_000 < level.total_bytes <= quota
-        taken = sum(f.stat().st_size for f in tmp_path.iterdir() if f.suffix == ".slots")
+        taken = sum(f.stat().st_size for f in _instance(tmp_path).glob("*.slots"))
+        assert taken > quota - 30_000
         assert taken <= quota
 
 
@@ -182,18 +193,25 @@ def _a_file(path: Path) -> KVCacheManagerConfig:
     return _config(DiskTierConfig(str(path / "file"), _MIB))
 
 
+def _in_instance(path: Path) -> tuple[Path, KVCacheManagerConfig]:
+    directory = path / "paged" / "instance-mine"
+    directory.mkdir(parents=True)
+    return directory, _config(DiskTierConfig(str(path), _MIB, instance_id="mine"))
+
+
 def _a_directory_for_a_lock(path: Path) -> KVCacheManagerConfig:
-    (path / "instance.lock").mkdir()
-    return _config(DiskTierConfig(str(path), _MIB))
+    directory, config = _in_instance(path)
+    (directory / "instance.lock").mkdir()
+    return config
 
 
 def _a_link_for_a_pool(path: Path) -> KVCacheManagerConfig:
-    (path / "pool-1.slots").symlink_to(path / "elsewhere")
-    return _config(DiskTierConfig(str(path), _MIB))
+    directory, config = _in_instance(path)
+    (directory / "pool-1.slots").symlink_to(path / "elsewhere")
+    return config
 
 
-_TIER = "the disk tier can not use {path}"
-_ADVICE = "make it a writable directory or choose another path"
+_ADVICE = "change its owner or mode, or choose another path"
 
 # How to fail, with what, and the sentence.
 _FAILURES: dict[str, tuple[_Make, type[ColdpageError], str]] = {
@@ -258,28 +276,38 @@ _FAILURES: dict[str, tuple[_Make, type[ColdpageError], str]] = {
     "below a file": (
         _below_a_file,
         StorageError,
-        f"{_TIER}/file/tier ({{why}}): {_ADVICE}",
+        f"{{path}}/file/tier/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
     ),
-    "a file": (_a_file, StorageError, f"{_TIER}/file ({{why}}): {_ADVICE}"),
+    "a file": (
+        _a_file,
+        StorageError,
+        f"{{path}}/file/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
+    ),
+    "an id that leaves the path": (
+        lambda path: _config(DiskTierConfig(str(path), _MIB, instance_id="../other")),
+        ConfigurationError,
+        "'../other' can not be an instance id: use 1 to 64 of the characters A-Z a-z 0-9 . _ -",
+    ),
     "where nobody can write": (
         lambda path: _config(DiskTierConfig("/proc/coldpage", _MIB)),
         StorageError,
-        f"the disk tier can not use /proc/coldpage ({{why}}): {_ADVICE}",
+        f"/proc/coldpage/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
     ),
     "a directory for a lock": (
         _a_directory_for_a_lock,
         StorageError,
-        f"{_TIER} ({{why}}): {_ADVICE}",
+        f"{{path}}/paged/instance-mine can not be opened ({{why}}): {_ADVICE}",
     ),
     "a link for a pool": (
         _a_link_for_a_pool,
         StorageError,
-        "{path}/pool-1.slots is a symbolic link: remove it or choose another path",
+        "{path}/paged/instance-mine/pool-1.slots is a symbolic link: "
+        "remove it or choose another path",
     ),
     "more disk than there is": (
         lambda path: _config(DiskTierConfig(str(path), 1 << 50)),
         StorageError,
-        "{path} has no room for {why} bytes ({why}): free some space, "
+        "{path}/paged/instance-{why} has no room for {why} bytes ({why}): free some space, "
         "make the disk tier smaller, or choose another path",
     ),
     "a good tier before a bad one": (
@@ -287,7 +315,7 @@ _FAILURES: dict[str, tuple[_Make, type[ColdpageError], str]] = {
             DiskTierConfig(str(path / "good"), _MIB), DiskTierConfig("/proc/coldpage", _MIB)
         ),
         StorageError,
-        f"the disk tier can not use /proc/coldpage ({{why}}): {_ADVICE}",
+        f"/proc/coldpage/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
     ),
 }
 
@@ -324,20 +352,21 @@ def test_a_failure_frees_directories_and_leaves_other_files_alone(tmp_path: Path
 def test_a_failure_removes_the_pools_that_it_made_and_no_others(tmp_path: Path) -> None:
     """Space that a failed start holds on to may be what the next one lacks."""
     config = _a_link_for_a_pool(tmp_path)
+    directory = _instance(tmp_path)
     for is_there in (False, True):
         if is_there:
-            (tmp_path / "pool-0.slots").touch()
+            (directory / "pool-0.slots").touch()
         with pytest.raises(StorageError, match="is a symbolic link"):
             KVCacheManager(config)
-        assert (tmp_path / "pool-0.slots").exists() == is_there
-    (tmp_path / "pool-1.slots").unlink()
-    assert _is_free(tmp_path)
+        assert (directory / "pool-0.slots").exists() == is_there
+    (directory / "pool-1.slots").unlink()
+    KVCacheManager(config).close()
 
 
 def test_too_large_a_disk_tier_leaves_no_huge_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         KVCacheManager(_config(DiskTierConfig(str(tmp_path), 1 << 50)))
-    assert os.listdir(tmp_path) == ["instance.lock"]
+    assert sorted(os.listdir(_instance(tmp_path))) == ["identity.json", "instance.lock"]
     assert _is_free(tmp_path)
 
 
@@ -402,7 +431,7 @@ import sys
 from coldpage.config import *
 from coldpage.manager import KVCacheManager
 layer = AttentionLayerConfig(0, (BufferConfig("key", 64),))
-tiers = (DeviceTierConfig(1 << 16), DiskTierConfig(sys.argv[1], 1 << 16))
+tiers = (DeviceTierConfig(1 << 16), DiskTierConfig(sys.argv[1], 1 << 16, instance_id="mine"))
 manager = KVCacheManager(KVCacheManagerConfig(16, tiers, (layer,)))
 print("ready", flush=True)
 sys.stdin.read()
@@ -411,7 +440,7 @@ sys.stdin.read()
 
 def _refusal(directory: Path) -> str:
     with pytest.raises(StorageError) as raised:
-        KVCacheManager(_config(DiskTierConfig(str(directory), _MIB)))
+        KVCacheManager(_config(DiskTierConfig(str(directory), _MIB, instance_id="mine")))
     return str(raised.value)
 
 
@@ -425,20 +454,22 @@ def test_a_directory_has_one_process_and_the_second_learns_which(tmp_path: Path)
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"ready\n"
-        size = (tmp_path / "pool-0.slots").stat().st_size
+        directory = _instance(tmp_path)
+        size = (directory / "pool-0.slots").stat().st_size
         for _ in range(2):
+            started = json.loads((directory / "instance.lock").read_text())["started"]
             assert _refusal(tmp_path) == (
-                f"the disk tier's directory {tmp_path} is in use by process {holder.pid}: "
-                "stop that process or choose another path"
+                f"{directory} is in use by process {holder.pid} (-c {tmp_path}), which started at "
+                f"{started}: stop that process, or choose another instance id"
             )
-        assert (tmp_path / "pool-0.slots").stat().st_size == size, "its files are untouched"
+        assert (directory / "pool-0.slots").stat().st_size == size, "its files are untouched"
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert _is_free(tmp_path), "a lock does not outlive its process"
 
 
 def test_a_directory_has_one_manager_in_a_process(tmp_path: Path) -> None:
-    with KVCacheManager(_config(DiskTierConfig(str(tmp_path), _MIB))):
+    with KVCacheManager(_config(DiskTierConfig(str(tmp_path), _MIB, instance_id="mine"))):
         assert f"in use by process {os.getpid()}" in _refusal(tmp_path)
     assert _is_free(tmp_path)
 
