@@ -39,14 +39,14 @@ class Levels:
     def _hot_bases(self) -> list[int]:
         return [p.base_address for group in self._manager.hot_pool_groups() for p in group.pools]
 
-    def emptiest_host(self) -> int | None:
-        """The cold level in memory with the most free slots."""
+    def hosts(self) -> tuple[int | None, int | None]:
+        """The cold levels in memory with the most free slots, and farthest from the hot level."""
         free = {
             level.level: sum(group.slots.num_free for group in level.groups)
             for level in self._pools[1:]
             if not level.is_disk
         }
-        return max(free, key=lambda level: free[level], default=None)
+        return max(free, key=lambda level: free[level], default=None), max(free, default=None)
 
     def can_resize(self, level: int) -> bool:
         """A roomy disk stays roomy: there no loss is forgiven."""
