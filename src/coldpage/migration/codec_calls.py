@@ -31,6 +31,8 @@ MAX_INDEX_BATCH_BYTES: Final = 64 * 1024
 # Room for uploads of the next chunks while the codec works on the first.
 INDEX_RING_BYTES: Final = 4 * MAX_INDEX_BATCH_BYTES
 _PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
+# A lease is a multiple of this, or a whole chunk: looking for room costs time by the range.
+_LEASE_BYTES: Final = 64 * _PAIR_BYTES
 _ORDINAL_BYTES: Final = 4
 
 _Transform = Callable[[LifeCycleId, MemAddress, PageIndices, Stream, BlockOrdinals | None], None]
@@ -118,7 +120,7 @@ class CodecCalls:
         data = pairs.view(np.uint8)
         if ordinals is not None:
             data = np.concatenate([data, ordinals.view(np.uint8)])
-        num_bytes = -(-data.size // _PAIR_BYTES) * _PAIR_BYTES
+        num_bytes = min(-(-data.size // _LEASE_BYTES) * _LEASE_BYTES, MAX_INDEX_BATCH_BYTES)
         assert self.index_ring is not None, "a codec has changed its mind about its indices"
         lease = self.index_ring.acquire(num_bytes, num_bytes, _PAIR_BYTES, _PAIR_BYTES, stream)
         assert lease is not None, "leases of the index ring end before the next begins"
