@@ -6,6 +6,7 @@ ends with the call; the event it leaves on the ring protects it until the codec'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -14,6 +15,7 @@ import numpy as np
 from coldpage.codecs import ConfiguredCodec
 from coldpage.codecs.base import BlockOrdinals, PageIndexPairs, PageIndices
 from coldpage.device.base import Device, MemoryKind, Stream
+from coldpage.errors import ColdpageError, SubmissionError
 from coldpage.staging import StagingRing
 from coldpage.types import (
     PAGE_INDEX_PAIR,
@@ -25,6 +27,8 @@ from coldpage.types import (
 )
 
 __all__ = ["INDEX_RING_BYTES", "MAX_INDEX_BATCH_BYTES", "CodecCalls"]
+
+_logger = logging.getLogger(__name__)
 
 # A larger batch of device indices is cut into codec calls of this size.
 MAX_INDEX_BATCH_BYTES: Final = 64 * 1024
@@ -49,6 +53,7 @@ class CodecCalls:
     """Encodes and decodes for one manager. Owned by its thread."""
 
     def __init__(self, device: Device, codecs: Iterable[ConfiguredCodec]) -> None:
+        self._logged: set[str] = set()
         self.index_ring: StagingRing | None = None
         if any(codec.any_device_indices for codec in codecs):
             self.index_ring = StagingRing(device, INDEX_RING_BYTES, MemoryKind.DEVICE)
@@ -66,7 +71,8 @@ class CodecCalls:
         """Enqueue hot slots ``src`` -> cold pages ``dst`` at ``base``. Waits for no event itself.
 
         ``life_cycle_id`` stands for its batching class; ``ordinals`` are the pages' blocks. All
-        [num_pages]. Raises SubmissionError; then a part may have been enqueued.
+        [num_pages]. Raises SubmissionError, also for whatever else the codec raises; then a part
+        may have been enqueued: destinations may be in part written, sources are untouched.
         """
         self._call(
             codec, codec.codec.encode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
@@ -97,7 +103,28 @@ class CodecCalls:
         ordinals: Int32Array,
         stream: Stream,
     ) -> None:
-        wanted = ordinals if codec.codec.needs_positions else None
+        try:
+            self._call_codec(codec, transform, life_cycle_id, base, pairs, ordinals, stream)
+        except ColdpageError:
+            raise
+        except Exception as error:
+            what = f"codec {codec.name} failed in {getattr(transform, '__name__', 'a call')}"
+            if what not in self._logged:
+                self._logged.add(what)
+                _logger.exception("%s: its pages stay where they are (logged once)", what)
+            raise SubmissionError(f"{what}: {error!r}") from error
+
+    def _call_codec(
+        self,
+        codec: ConfiguredCodec,
+        transform: _Transform,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        pairs: PageIndexPairs,
+        ordinals: Int32Array,
+        stream: Stream,
+    ) -> None:
+        wanted = ordinals if codec.needs_positions else None
         if codec.locations[life_cycle_id] is PageIndexLocation.HOST:
             transform(life_cycle_id, base, pairs, stream, wanted)
             return
