@@ -66,7 +66,11 @@ class KVCacheManager:
         self.config = config
         codecs = TierCodecs(config.cache_tiers, codec)
         self._owns_device = device is None
-        self.device: Device = HostDevice() if device is None else device
+        try:
+            self.device: Device = HostDevice() if device is None else device
+        except BaseException:
+            codecs.close()
+            raise
         try:
             self._builder = LevelBuilder(config, self.device, codecs)
             self._storage = self._builder.build()
