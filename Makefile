@@ -70,7 +70,7 @@ bench: $(DEV_STAMP) ## every benchmark, each beside its rival; rows go to benchm
 docs: $(DEV_STAMP) ## check the documents: links, decision records, and README's example, which is run
 	$(PY) -m pytest -q tests/tidy/test_documents.py $(ARGS)
 
-fuzz: $(DEV_STAMP) ## long property runs (HYPOTHESIS_SEED=1 repeats one)
+fuzz: $(DEV_STAMP) ## a million checked operations and long property runs (COLDPAGE_FUZZ_OPS, COLDPAGE_FUZZ_SEED, HYPOTHESIS_SEED)
 	$(PY) -m pytest -m "not gpu and not crash" --timeout 3600 --hypothesis-profile fuzz \
 	  $(if $(HYPOTHESIS_SEED),--hypothesis-seed $(HYPOTHESIS_SEED)) tests/property tests/sim $(ARGS)
 

@@ -1,6 +1,13 @@
 """coldpage: a tiered KV cache for LLM inference, in GPU memory, host memory and on SSD."""
 
-from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
+from coldpage.codecs import (
+    BufferDesc,
+    ColdPageCodec,
+    LifeCycleDesc,
+    PoolDesc,
+    PoolGroupDesc,
+    create_default_cold_page_codec,
+)
 from coldpage.config import (
     AttentionLayerConfig,
     BatchDesc,
@@ -27,15 +34,40 @@ from coldpage.errors import (
     UsageError,
     WrongThreadError,
 )
-from coldpage.manager import CacheObserver, KVCacheManager
-from coldpage.sequence import KVCache, OnMissing
-from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, HalfOpenRange, PageClass, PageIndexLocation
+from coldpage.manager import (
+    BlockStored,
+    CacheObserver,
+    KVCacheManager,
+    ManagerStats,
+    PageName,
+    PagesDropped,
+    PagesMoved,
+)
+from coldpage.sequence import DroppedBlocks, KVCache, KVCacheStatus, OnMissing
+from coldpage.types import (
+    HOT_LEVEL,
+    NO_SLOT,
+    PAGE_INDEX_PAIR,
+    ByteRange,
+    CacheLevel,
+    DeviceArray,
+    HalfOpenRange,
+    PageClass,
+    PageIndexLocation,
+    Priority,
+)
 
 __all__ = [
+    "HOT_LEVEL",
+    "NO_SLOT",
     "PAGE_INDEX_PAIR",
     "AttentionLayerConfig",
     "BatchDesc",
+    "BlockStored",
     "BufferConfig",
+    "BufferDesc",
+    "ByteRange",
+    "CacheLevel",
     "CacheObserver",
     "ClosedError",
     "CodecConsumedError",
@@ -47,17 +79,27 @@ __all__ = [
     "DeviceError",
     "DeviceTierConfig",
     "DiskTierConfig",
+    "DroppedBlocks",
     "HalfOpenRange",
     "HostTierConfig",
     "KVCache",
     "KVCacheDesc",
     "KVCacheManager",
     "KVCacheManagerConfig",
+    "KVCacheStatus",
+    "LifeCycleDesc",
+    "ManagerStats",
     "ModelError",
     "OnMissing",
     "OutOfPagesError",
     "PageClass",
     "PageIndexLocation",
+    "PageName",
+    "PagesDropped",
+    "PagesMoved",
+    "PoolDesc",
+    "PoolGroupDesc",
+    "Priority",
     "ReuseScope",
     "SnapshotError",
     "StorageError",

@@ -73,7 +73,11 @@ class DeviceError(ColdpageError, RuntimeError):
 
 
 class SubmissionError(DeviceError):
-    """Work was rejected when it was submitted; none of it will run."""
+    """Work was rejected when it was submitted.
+
+    Of a stream: none of it will run. Of a codec: a part may, but what it reads is untouched and
+    what it writes counts for nothing.
+    """
 
 
 class StorageError(ColdpageError, OSError):

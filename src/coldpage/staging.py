@@ -73,13 +73,14 @@ class StagingBuffer:
                 stream.wait(old.record())
         self._stream = stream
 
-    def release(self) -> None:
-        """End the lease. Owned by a stream, the bytes are ready again when its work so far
-        is done.
+    def release(self, *, is_idle: bool = False) -> None:
+        """End the lease. Owned by a stream, the bytes are ready again when its work so far is done;
+        at once with ``is_idle``, by which the caller says that all work on them has ended.
         """
         if self._ring is None:
             raise UsageError("a staging buffer was released twice")
-        event = None if self._stream is None else self._stream.record()
+        is_ready = is_idle or self._stream is None
+        event = None if is_ready or self._stream is None else self._stream.record()
         self._ring._retire(self._live, event)
         self._ring = None
 
@@ -118,13 +119,16 @@ class StagingRing:
         granularity: int,
         alignment: int,
         stream: Stream | None,
+        *,
+        may_wait: bool = True,
     ) -> StagingBuffer | None:
         """Lease between ``min_bytes`` (rounded up to ``granularity``) and ``max_bytes`` (rounded
         down).
 
         With a stream, that stream waits for the previous owners; with None this call blocks for
-        them. Returns None when no run is long enough, without waiting for a live lease. Raises
-        ValueError for bounds that make no sense.
+        them, or without ``may_wait`` returns None while they are at work. Returns None when no run
+        is long enough, without waiting for a live lease. Raises ValueError for bounds that make no
+        sense.
         """
         least, most = self._check(min_bytes, max_bytes, granularity, alignment)
         found = self._find(least, alignment)
@@ -133,11 +137,16 @@ class StagingRing:
         start, stop = found
         size = min(most, (stop - start) // granularity * granularity)
         # Before anything changes: a stream or an event that has failed raises here.
-        for event in self._events_of(start, start + size):
-            if stream is not None:
-                stream.wait(event)
-            else:
-                event.synchronize()
+        events = self._events_of(start, start + size)
+        if stream is None and not may_wait:
+            if not all(event.is_done() for event in events):
+                return None
+        else:
+            for event in events:
+                if stream is not None:
+                    stream.wait(event)
+                else:
+                    event.synchronize()
         self._cursor = start + size if start + size < self.num_bytes else 0
         return StagingBuffer(self, self._carve(start, start + size), stream)
 

@@ -372,7 +372,11 @@ class Driver(CheckedManager):
 
     def poll(self) -> None:
         self.operations["poll"] += 1
+        num_lost = self.manager._storage.events.totals["lost_held_pages"]
         self.manager.poll()
+        if not self._had_failures:
+            now = self.manager._storage.events.totals["lost_held_pages"]
+            assert now == num_lost, "room was made at the cost of pages that sequences hold"
         self.check()
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from coldpage import KVCacheManager, UsageError
@@ -39,14 +40,14 @@ class Levels:
     def _hot_bases(self) -> list[int]:
         return [p.base_address for group in self._manager.hot_pool_groups() for p in group.pools]
 
-    def emptiest_host(self) -> int | None:
-        """The cold level in memory with the most free slots."""
+    def hosts(self) -> tuple[int | None, int | None]:
+        """The cold levels in memory with the most free slots, and farthest from the hot level."""
         free = {
             level.level: sum(group.slots.num_free for group in level.groups)
             for level in self._pools[1:]
             if not level.is_disk
         }
-        return max(free, key=lambda level: free[level], default=None)
+        return max(free, key=lambda level: free[level], default=None), max(free, default=None)
 
     def can_resize(self, level: int) -> bool:
         """A roomy disk stays roomy: there no loss is forgiven."""
@@ -74,7 +75,7 @@ class Levels:
             self.blocks[level] = num_blocks
         elif outcome == "in use":
             assert any(s.is_active for s in sequences), "in use by nobody"
-            assert level == HOT_LEVEL
+            assert level == HOT_LEVEL or self._only_copies_in_use(level, wanted)
         else:
             is_over = any(
                 count > MAX_GROWTH * first
@@ -98,6 +99,13 @@ class Levels:
             return "rejected"
         assert totals_of(pools) == wanted
         return "done"
+
+    def _only_copies_in_use(self, level: int, wanted: list[int]) -> bool:
+        """Whether active sequences have more pages on a cold level alone than would fit."""
+        table, pools = self._manager._storage.table, self._pools[level]
+        is_needed = (table.num_locks > 0) & (table.present == pools.bit)
+        counts = pools.count(table.life_cycle[np.flatnonzero(is_needed)]).tolist()
+        return any(count > limit for count, limit in zip(counts, wanted, strict=True))
 
     def _is_in_the_way(self, wanted: list[int], sequences: list[PatternSequence]) -> bool:
         layout, hot = self._manager.layout, self._pools[HOT_LEVEL]

@@ -26,7 +26,7 @@ SETUPS = {
         "mixed", 2, 10, 6, 24, host2_blocks=6, host_codec="position", disk_codec="padding"
     ),
     "transcoded to disk": Setup("many", 2, 8, 8, 30, disk_codec="padding", separate_sinks=True),
-    "one codec, three levels": Setup("many", 3, 8, 8, 24, codec="slow", is_ring_tiny=True),
+    "one codec, three levels": Setup("many", 4, 8, 8, 24, codec="slow", is_ring_tiny=True),
     "sinks apart, sizes": Setup(
         "mixed-sizes", 2, 10, 10, 20, codec="padding", separate_sinks=True, has_constraints=True
     ),
@@ -36,7 +36,7 @@ SETUPS = {
     "lossy on disk": Setup("full", 2, 8, 8, 20, disk_codec="coarse", max_util=1.0),
     "disk only": Setup("full", 3, 8, 0, 20, codec="device-index", watermark=0.1),
     "disk only, roomy": Setup(
-        "mixed-sizes", 2, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True
+        "mixed-sizes", 4, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True, watermark=0.3
     ),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
     "nothing cold": Setup("full", 2, 10),
@@ -47,10 +47,10 @@ MAX_WALKS = 1_000_000  # of one run, so that no two runs share a seed
 # How many walks each of them gets: rare paths want more.
 WEIGHTS = {
     **dict.fromkeys(SETUPS, 1),
-    "one codec, four levels": 5,
+    "one codec, four levels": 6,
     "a codec each, four levels": 5,
     "transcoded to disk": 4,
-    "one codec, three levels": 4,
+    "one codec, three levels": 3,
 }
 
 

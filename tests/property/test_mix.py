@@ -27,7 +27,6 @@ TRANSCODED = tuple(
     f"{path} (transcoded)"
     for path in ("host-disk", "disk-host", "host-host2", "host2-host", "host2-disk", "disk-host2")
 )
-# A spill goes one level down: from the first to the last of four, pages go by the third.
 OPERATIONS = (
     "ask ready",
     "close",
@@ -44,6 +43,7 @@ OPERATIONS = (
     "resize",
     "resize level",
     "resume",
+    "resume and step",
     "step",
     "suspend",
     "take peaks",

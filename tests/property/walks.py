@@ -33,10 +33,11 @@ class Walk:
         self.with_faults = with_faults
         self.operations: Counter[str] = Counter()  # those that did something, by kind
         self._choices: list[tuple[int, Callable[[], None]]] = [
-            (6, self._create),
-            (12, self._resume),
+            (10, self._create),
+            (8, self._resume),
             (12, self._suspend),
-            (18, self._step),
+            (14, self._step),
+            (8, self._resume_and_step),
             (2, self._ask_ready),
             (2, self._resize),
             (4, self._commit),
@@ -48,7 +49,7 @@ class Walk:
             (10, self._resize_level),
             (2, self._defragment),
             (1, self._take_peaks),
-            (3, self._close),
+            (6, self._close),
             (5, driver.poll),
             (4, driver.wait),
             (2, self._ready),
@@ -86,8 +87,11 @@ class Walk:
         return self.rng.choice(fitting) if fitting else None
 
     def _create(self) -> None:
-        tokens = prompt_of(self.rng, self.rng.randrange(MAX_TOKENS // 2))
+        tokens = prompt_of(self.rng, self.rng.randrange(MAX_TOKENS))
         scope = SCOPES[self.rng.random() < 0.25]
+        if self.driver.sequences and self.rng.random() < 0.5:  # what somebody has said before
+            other = self.rng.choice(self.driver.sequences)
+            tokens, scope = other.tokens + tokens[:2], other.scope
         on_missing = OnMissing.HOLE if self.rng.random() < 0.2 else OnMissing.RECOMPUTE
         self.driver.create(tokens, scope, self.rng.choice([35, 35, 10]), on_missing)
 
@@ -103,13 +107,22 @@ class Walk:
 
     def _step(self) -> None:
         index = self._index(active=True)
-        if index is None:
-            return
+        if index is not None:
+            self._step_of(index)
+
+    def _step_of(self, index: int) -> None:
         history = self.driver.sequences[index].cache.history_length
         num_new = self.rng.choice([1, 1, 2, 3, 5, 9, 14])
         # Go on with the same prompts, so that another sequence may have committed it already.
         tokens = prompt_of(self.rng, history + num_new)[history:]
         self.driver.step(index, tokens, self.rng.choice([0, num_new, num_new, num_new + 4]))
+
+    def _resume_and_step(self) -> None:
+        """Write to pages that were on their way a moment ago."""
+        index = self._index(active=False)
+        if index is not None:
+            self.driver.resume(index, self.rng.randrange(NUM_STREAMS))
+            self._step_of(index)
 
     def _ready(self) -> None:
         index = self._index(active=True)
@@ -152,8 +165,10 @@ class Walk:
         index = self._index(active=False)
         if index is not None:
             level = self.rng.randrange(len(self.driver.levels))
-            if self.rng.random() < 0.7:
-                level = self.driver.levels.emptiest_host() or level
+            luck = self.rng.random()
+            if luck < 0.7:
+                emptiest, coldest = self.driver.levels.hosts()
+                level = (emptiest if luck < 0.55 else coldest) or level
             self.driver.prefetch(index, level)
 
     def _drop_blocks(self) -> None:

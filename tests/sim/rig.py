@@ -196,22 +196,25 @@ class Rig:
             ),
         }
         config = KVCacheManagerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", ring_bytes)
-            needs_main = None in own[1:] or len(tiers) == 1 or codec is not None
-            try:
-                self.manager = KVCacheManager(
-                    config, device=self.device, codec=main if needs_main else None
-                )
-            except BaseException:
-                self.abandon()
-                raise
+        needs_main = None in own[1:] or len(tiers) == 1 or codec is not None
+        self.manager = self._build(config, main if needs_main else None, ring_bytes)
         self.engine = PatternEngine(self.manager)
         self.storage = self.manager._storage
         self.table = self.storage.table
         streams = [self.device.create_stream(f"compute {i}") for i in range(2)]
         self.streams: list[Stream | None] = [None, *streams]
         self.sequences: list[PatternSequence] = []
+
+    def _build(
+        self, config: KVCacheManagerConfig, codec: ColdPageCodec | None, ring_bytes: int
+    ) -> KVCacheManager:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coldpage.staging, "MIN_PAGE_RING_BYTES", ring_bytes)
+            try:
+                return KVCacheManager(config, device=self.device, codec=codec)
+            except BaseException:
+                self.abandon()
+                raise
 
     def _take(self, name: str, make: MakeCodec) -> RecordingCodec:
         self.codecs[name] = RecordingCodec(make())

@@ -198,6 +198,13 @@ def test_more_room_is_used_and_the_limits_follow(build: Build) -> None:
         assert filled(rig, [3]).cache.resize(7)
 
 
+def test_slots_that_were_used_before_are_used_first(build: Build) -> None:
+    rig = build(hot=4)
+    rig.resize(HOT, 8)
+    sequence = filled(rig, prompt(4))
+    assert sequence.cache.page_indices(0).tolist() == [0, 1, 2, 3]
+
+
 def test_a_quota_that_holds_nothing_or_more_than_there_is(build: Build) -> None:
     rig = build(hot=4, host=8, kind="mixed-sizes")
     sequence = suspended(rig, prompt(3, 1))
@@ -276,6 +283,8 @@ def test_a_quota_is_divided_as_the_level_was_used_lately(build: Build, level: in
     whole, window = slots(rig, level)
     assert whole > 8 > window >= 2
     assert rig.manager.stats().levels[level].total_bytes <= rig.quota(level, 8)
+    rig.resize(level, 8)
+    assert slots(rig, level) == [8, 8], "of the level as it is now nothing is known"
     all_come_back(rig, sequence)
 
 

@@ -90,6 +90,16 @@ def test_a_block_with_pages_in_some_groups_only(build: Build) -> None:
     ]
 
 
+def test_pages_are_named_by_layer_group_whatever_their_class(build: Build) -> None:
+    rig = build(hot=8, host=8, kind="mixed-sizes", separate_sink_pages=True)
+    log = Log(rig)
+    suspended(rig, prompt(2))
+    push_out(rig, 8)
+    assert {event.layer_group_ids for event in log.stored} == {(0, 1)}
+    moved = {(p.layer_group_id, p.block_ordinal) for e in log.moved for p in e.pages}
+    assert moved == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
 # Moved
 
 

@@ -90,6 +90,37 @@ def test_a_committed_block_that_was_cut_is_copied_before_it_is_written(
     resumed(rig, other, rig.streams[2])
 
 
+def test_what_is_written_to_has_no_older_copy_anywhere(build: Build) -> None:
+    rig = build(hot=6, host=4, disk=20)
+    sequence = suspended(rig, prompt(4), num_committed=0)
+    push_out(rig, 6)
+    rig.poll()
+    on_disk = [block for block, bits in enumerate(rig.levels_of(sequence)) if bits & 4]
+    assert on_disk
+    resumed(rig, sequence)
+    assert sequence.cache.resize(8, 0)
+    sequence.forget_from(0)
+    assert rig.levels_of(sequence) == [1] * 4
+    assert rig.used == [4, 0, 0]
+    sequence.cache.synchronize()
+    sequence.write(prompt(4, 5))
+    assert sequence.cache.resize(8, 8)
+    sequence.cache.suspend()
+    push_out(rig, 6)
+    resumed(rig, sequence)
+    assert sequence.cache.missing_blocks() == []
+
+
+def test_a_fork_has_no_part_in_room_that_is_not_written(build: Build) -> None:
+    rig = build(hot=8)
+    sequence = filled(rig, prompt(2), num_committed=0)
+    assert sequence.cache.resize(7 * PER_BLOCK)
+    fork = rig.adopt(sequence.fork())
+    assert fork.cache.num_blocks == 2
+    rig.close(sequence)
+    assert rig.used == [2]
+
+
 def test_a_rejected_copy_before_writing_changes_nothing(build: Build) -> None:
     rig = build(hot=8, host=8)
     sequence = filled(rig, prompt(3)[:5])

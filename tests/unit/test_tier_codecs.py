@@ -256,7 +256,8 @@ def test_provenance_names_each_format_that_loses_something(
     with KVCacheManager(_config(_host(first), _host(second))) as manager:
         provenance = manager.provenance
     names = sorted(f"{c.codec_id}/{c.version}/{c.parameters}".encode() for c in lossy)
-    assert provenance == (b"\0".join(names) if lossy else EXACT_PROVENANCE)
+    told = b"".join(len(name).to_bytes(8, "little") + name for name in names)
+    assert provenance == (told if lossy else EXACT_PROVENANCE)
 
 
 # ---------------------------------------------------------------------- raw copies

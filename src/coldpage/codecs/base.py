@@ -151,8 +151,8 @@ class ColdPageCodec(abc.ABC):
         the same place, and is None unless ``needs_positions``.
 
         Does not synchronise, and may use ``dst_base`` in the enqueued work only. Success means
-        submitted, not done. Raises SubmissionError when it could not enqueue; then nothing that was
-        enqueued writes to a hot slot or counts as a cold page.
+        submitted, not done. Raises SubmissionError when it could not enqueue all of it; sources are
+        untouched then, and destinations, which may be in part written, count for nothing.
         """
 
     @abc.abstractmethod

@@ -17,6 +17,16 @@ from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
 __all__ = ["ConfiguredCodec", "take_codec"]
 
 
+def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
+    return (
+        codec.codec_id,
+        codec.version,
+        codec.parameters,
+        codec.is_lossless,
+        codec.needs_positions,
+    )
+
+
 def take_codec(codec: ColdPageCodec | None) -> ColdPageCodec:
     """Consume ``codec``, or make a default one. Nothing else may use it after this call.
 
@@ -45,6 +55,9 @@ class ConfiguredCodec:
     """
 
     codec: ColdPageCodec
+    identity: str  # for keys: the same only for codecs that read each other's pages
+    name: str  # for people: id, version and parameters
+    needs_positions: bool
     cold_page_bytes: tuple[int, ...]
     representative: npt.NDArray[np.int16]
     locations: tuple[PageIndexLocation, ...]
@@ -55,7 +68,18 @@ class ConfiguredCodec:
         hot_group_of = _hot_groups(pool_groups)
         self.codec = codec
         self._check_format()
+        is_format = _format_of(codec)
         self._ask(lambda: codec.configure(pool_groups), "configure")
+        if _format_of(codec) != is_format:
+            raise CodecError(
+                f"codec {codec.codec_id} changed its format in configure (it was {is_format}, it "
+                f"is {_format_of(codec)}): set codec_id, version, parameters, is_lossless and "
+                "needs_positions before it is given to a manager"
+            )
+        # Fixed from here on, whatever becomes of the codec's attributes.
+        self.identity = f"{codec.codec_id}/{codec.version}/{codec.parameters}"
+        self.name = f"{codec.codec_id} v{codec.version} {codec.parameters}".rstrip()
+        self.needs_positions = codec.needs_positions
         life_cycles = [LifeCycleId(lc) for lc in range(len(hot_group_of))]
         self.cold_page_bytes = tuple(self._ask_size(lc) for lc in life_cycles)
         self.locations = tuple(self._ask_location(lc) for lc in life_cycles)
@@ -66,17 +90,6 @@ class ConfiguredCodec:
         self.representative.flags.writeable = False
         self.any_device_indices = PageIndexLocation.DEVICE in self.locations
         self.max_cold_page_bytes = max(self.cold_page_bytes)
-
-    @property
-    def name(self) -> str:
-        """For people: id, version and parameters."""
-        codec = self.codec
-        return f"{codec.codec_id} v{codec.version} {codec.parameters}".rstrip()
-
-    @property
-    def identity(self) -> str:
-        """For keys: the same for two codecs only if each reads what the other has written."""
-        return f"{self.codec.codec_id}/{self.codec.version}/{self.codec.parameters}"
 
     def _check_format(self) -> None:
         """The names of the cold format, which go into keys."""

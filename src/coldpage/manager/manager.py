@@ -15,7 +15,7 @@ from coldpage.codecs import ColdPageCodec, PoolGroupDesc
 from coldpage.config import DiskAdmission, DiskTierConfig, KVCacheManagerConfig, ReuseScope
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice
-from coldpage.errors import ClosedError, WrongThreadError
+from coldpage.errors import ClosedError, UsageError, WrongThreadError
 from coldpage.manager.levels import LevelBuilder
 from coldpage.manager.observers import CacheObserver, ObserverHub
 from coldpage.manager.quotas import max_sequence_tokens
@@ -23,6 +23,7 @@ from coldpage.manager.reopening import adopt_pages, index_of
 from coldpage.manager.stats import ManagerStats, PoolGroupStats, group_stats, level_stats
 from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.page import DEFAULT_PRIORITY
+from coldpage.pools import LevelPools
 from coldpage.prefix import RecentKeys, block_key, root_key
 from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
 from coldpage.types import (
@@ -67,7 +68,11 @@ class KVCacheManager:
         self.config = config
         codecs = TierCodecs(config.cache_tiers, codec)
         self._owns_device = device is None
-        self.device: Device = HostDevice() if device is None else device
+        try:
+            self.device: Device = HostDevice() if device is None else device
+        except BaseException:
+            codecs.close()
+            raise
         try:
             self._builder = LevelBuilder(config, self.device, codecs)
             self._storage = self._builder.build()
@@ -251,11 +256,13 @@ class KVCacheManager:
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that can be resumed on an empty hot level."""
+        self._check_open()
         return self._hot_tokens(self.config.max_util_for_resume)
 
     @property
     def num_hot_blocks(self) -> int:
         """Blocks of one sequence that a full hot level would hold."""
+        self._check_thread()
         return self._capacity_tokens // self.config.tokens_per_block
 
     def resize(self, level: CacheLevel, quota_bytes: int) -> None:
@@ -268,8 +275,7 @@ class KVCacheManager:
         Raises ConfigurationError when the quota is too small, UsageError when active sequences have
         pages in what would be cut off, DeviceError or StorageError when there is not so much room.
         """
-        self._check_open()
-        pools = self._storage.levels[level]
+        pools = self._level(level)
         weights = self._storage.usage.byte_weights(level)
         counts = self._builder.num_slots_for(pools, quota_bytes, weights)
         try:
@@ -287,8 +293,7 @@ class KVCacheManager:
         smaller quota finds them out of its way. Pages of active sequences stay where they are.
         Blocks until nothing else is in flight; returns how many pages were moved.
         """
-        self._check_open()
-        return self._storage.defragment(level)
+        return self._storage.defragment(self._level(level).level)
 
     # ------------------------------------------------------------------ time, numbers, end
 
@@ -324,8 +329,7 @@ class KVCacheManager:
         """The numbers of each pool group of the level, in that level's own order, with the peaks
         since the last call; they begin again now.
         """
-        self._check_open()
-        pools = self._storage.levels[level]
+        pools = self._level(level)
         stats = group_stats(pools, self.layout)
         for group in pools.groups:
             group.slots.reset_peak()
@@ -378,6 +382,13 @@ class KVCacheManager:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _level(self, level: CacheLevel) -> LevelPools:
+        self._check_open()
+        levels = self._storage.levels
+        if not 0 <= level < len(levels):
+            raise UsageError(f"there is no level {level}: this manager has 0 to {len(levels) - 1}")
+        return levels[level]
 
     def _check_open(self) -> None:
         self._check_thread()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,9 @@ from coldpage.types import (
 )
 
 __all__ = ["BlockStored", "CacheObserver", "ObserverHub", "PageName", "PagesDropped", "PagesMoved"]
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,9 @@ class PagesDropped:
 
 
 class CacheObserver(Protocol):
-    """Called on the manager's thread, after the fact. It must not call the manager."""
+    """Called on the manager's thread, in the middle of what happens: it must not call the manager.
+    What it raises is logged and goes no further.
+    """
 
     def on_stored(self, event: BlockStored) -> None:
         """A block can be reused."""
@@ -109,22 +115,27 @@ class ObserverHub:
             return
         groups = [self._layer_group_of[i] for i in self._table.life_cycle[pages].tolist()]
         event = BlockStored(key, parent, tuple(map(TokenId, tokens.tolist())), tuple(groups))
+        self._tell(lambda observer: observer.on_stored(event))
+
+    def _tell(self, call: Callable[[CacheObserver], None]) -> None:
+        """An observer that fails is heard of in the log; the cache goes on."""
         for observer in self.observers:
-            observer.on_stored(event)
+            try:
+                call(observer)
+            except Exception:
+                _logger.exception("an observer of the cache failed: %r", observer)
 
     def on_moved(self, pages: Int32Array, source: CacheLevel, target: CacheLevel) -> None:
         """See StorageObserver."""
         if self.observers:
             event = PagesMoved(self._names(pages), source, target)
-            for observer in self.observers:
-                observer.on_moved(event)
+            self._tell(lambda observer: observer.on_moved(event))
 
     def on_lost(self, pages: Int32Array, cause: str) -> None:
         """See StorageObserver."""
         if self.observers:
             event = PagesDropped(self._names(pages), cause)
-            for observer in self.observers:
-                observer.on_dropped(event)
+            self._tell(lambda observer: observer.on_dropped(event))
 
     def on_forgotten(self, nodes: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
         """See StorageObserver."""

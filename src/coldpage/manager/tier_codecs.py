@@ -91,7 +91,11 @@ class TierCodecs:
     def provenance(self) -> bytes:
         """What a block may have been through: ``exact``, or the formats that lose something."""
         lossy = sorted(c.identity for c in self.all if not c.codec.is_lossless)
-        return "\0".join(lossy).encode("utf-8", "surrogatepass") if lossy else EXACT_PROVENANCE
+        if not lossy:
+            return EXACT_PROVENANCE
+        names = [name.encode("utf-8", "surrogatepass") for name in lossy]
+        # Each with its length, so that no two lists read alike.
+        return b"".join(len(name).to_bytes(8, "little") + name for name in names)
 
     def close(self) -> None:
         """Close each codec, in reverse order; one that raises leaves none of the others open."""

@@ -6,6 +6,7 @@ ends with the call; the event it leaves on the ring protects it until the codec'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -14,6 +15,7 @@ import numpy as np
 from coldpage.codecs import ConfiguredCodec
 from coldpage.codecs.base import BlockOrdinals, PageIndexPairs, PageIndices
 from coldpage.device.base import Device, MemoryKind, Stream
+from coldpage.errors import ColdpageError, SubmissionError
 from coldpage.staging import StagingRing
 from coldpage.types import (
     PAGE_INDEX_PAIR,
@@ -26,11 +28,15 @@ from coldpage.types import (
 
 __all__ = ["INDEX_RING_BYTES", "MAX_INDEX_BATCH_BYTES", "CodecCalls"]
 
+_logger = logging.getLogger(__name__)
+
 # A larger batch of device indices is cut into codec calls of this size.
 MAX_INDEX_BATCH_BYTES: Final = 64 * 1024
 # Room for uploads of the next chunks while the codec works on the first.
 INDEX_RING_BYTES: Final = 4 * MAX_INDEX_BATCH_BYTES
 _PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
+# A lease is a multiple of this, or a whole chunk: looking for room costs time by the range.
+_LEASE_BYTES: Final = 64 * _PAIR_BYTES
 _ORDINAL_BYTES: Final = 4
 
 _Transform = Callable[[LifeCycleId, MemAddress, PageIndices, Stream, BlockOrdinals | None], None]
@@ -47,6 +53,7 @@ class CodecCalls:
     """Encodes and decodes for one manager. Owned by its thread."""
 
     def __init__(self, device: Device, codecs: Iterable[ConfiguredCodec]) -> None:
+        self._logged: set[str] = set()
         self.index_ring: StagingRing | None = None
         if any(codec.any_device_indices for codec in codecs):
             self.index_ring = StagingRing(device, INDEX_RING_BYTES, MemoryKind.DEVICE)
@@ -64,7 +71,8 @@ class CodecCalls:
         """Enqueue hot slots ``src`` -> cold pages ``dst`` at ``base``. Waits for no event itself.
 
         ``life_cycle_id`` stands for its batching class; ``ordinals`` are the pages' blocks. All
-        [num_pages]. Raises SubmissionError; then a part may have been enqueued.
+        [num_pages]. Raises SubmissionError, also for whatever else the codec raises; then a part
+        may have been enqueued: destinations may be in part written, sources are untouched.
         """
         self._call(
             codec, codec.codec.encode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
@@ -95,7 +103,28 @@ class CodecCalls:
         ordinals: Int32Array,
         stream: Stream,
     ) -> None:
-        wanted = ordinals if codec.codec.needs_positions else None
+        try:
+            self._call_codec(codec, transform, life_cycle_id, base, pairs, ordinals, stream)
+        except ColdpageError:
+            raise
+        except Exception as error:
+            what = f"codec {codec.name} failed in {getattr(transform, '__name__', 'a call')}"
+            if what not in self._logged:
+                self._logged.add(what)
+                _logger.exception("%s: its pages stay where they are (logged once)", what)
+            raise SubmissionError(f"{what}: {error!r}") from error
+
+    def _call_codec(
+        self,
+        codec: ConfiguredCodec,
+        transform: _Transform,
+        life_cycle_id: LifeCycleId,
+        base: MemAddress,
+        pairs: PageIndexPairs,
+        ordinals: Int32Array,
+        stream: Stream,
+    ) -> None:
+        wanted = ordinals if codec.needs_positions else None
         if codec.locations[life_cycle_id] is PageIndexLocation.HOST:
             transform(life_cycle_id, base, pairs, stream, wanted)
             return
@@ -118,7 +147,7 @@ class CodecCalls:
         data = pairs.view(np.uint8)
         if ordinals is not None:
             data = np.concatenate([data, ordinals.view(np.uint8)])
-        num_bytes = -(-data.size // _PAIR_BYTES) * _PAIR_BYTES
+        num_bytes = min(-(-data.size // _LEASE_BYTES) * _LEASE_BYTES, MAX_INDEX_BATCH_BYTES)
         assert self.index_ring is not None, "a codec has changed its mind about its indices"
         lease = self.index_ring.acquire(num_bytes, num_bytes, _PAIR_BYTES, _PAIR_BYTES, stream)
         assert lease is not None, "leases of the index ring end before the next begins"

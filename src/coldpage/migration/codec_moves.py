@@ -68,6 +68,19 @@ class CodecMoves:
         for _, batch in split_by(keys, pages):
             yield batch
 
+    def cold_batches(
+        self, pages: Int32Array, source: LevelPools, target: LevelPools
+    ) -> Iterator[Int32Array]:
+        """The pages in batches that one move between two cold levels may take: raw copies by pool
+        group, since no codec is asked; what is transcoded by what both codecs may take.
+        """
+        if source.codec is not target.codec:
+            yield from self.batches(pages, source.codec, target.codec)
+            return
+        # One codec groups the pages of both levels alike.
+        for _, batch in source.split(self._table.life_cycle[pages], pages):
+            yield batch
+
     def representative(self, codec: ConfiguredCodec, batch: Int32Array) -> LifeCycleId:
         """The life cycle that stands for all pages of a batch."""
         return LifeCycleId(int(codec.representative[self._table.life_cycle[batch[0]]]))
@@ -242,7 +255,7 @@ class CodecMoves:
         rejected, without their slots there.
         """
         refused: list[Int32Array] = []
-        for batch in self.batches(pages, source.codec, target.codec):
+        for batch in self.cold_batches(pages, source, target):
             src, dst = self._touched(source, batch), self._touched(target, batch)
             work = self._cold_work(batch, source, target)
             if self._submit(self.offload_stream, [src], [dst], work) is None:
@@ -276,6 +289,8 @@ class CodecMoves:
         """Decode and encode through the scratch slots. Both on the offload stream, on which alone
         scratch slots are used, so their next use comes after this one.
         """
+        group = self.hot_level.group_of(self._table.life_cycle[batch[0]])
+        assert group.slots.first_slot >= NUM_SCRATCH_SLOTS, "no scratch slots were set aside"
         for start in range(0, batch.size, NUM_SCRATCH_SLOTS):
             chunk = slice(start, start + NUM_SCRATCH_SLOTS)
             some = batch[chunk]
@@ -361,6 +376,11 @@ class CodecMoves:
     def _hot_slots(self, pages: Int32Array) -> Iterator[_Touched]:
         for group, members in self.hot_level.split(self._table.life_cycle[pages], pages):
             yield group.slots, self._table.slot[HOT_LEVEL, members]
+
+    def forget_events(self, pages: Int32Array) -> None:
+        """The pages' hot slots wait for nothing: what was to make them ready has failed."""
+        for slots, ids in self._hot_slots(pages):
+            slots.event[ids] = 0
 
     def outstanding(self, pages: Int32Array) -> list[Event]:
         """The distinct events that the pages' hot slots still wait for."""

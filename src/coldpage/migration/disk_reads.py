@@ -43,7 +43,7 @@ class DiskReads:
         """
         self._table.busy[pages] |= disk.bit
         if memory.level != HOT_LEVEL and memory.codec is disk.codec:
-            for batch in self._end.moves.batches(pages, disk.codec):
+            for batch in self._end.moves.cold_batches(pages, disk, memory):
                 self._start(self._end.direct(batch, disk, memory))
             return
         codecs = (disk.codec,) if memory.level == HOT_LEVEL else (disk.codec, memory.codec)

@@ -112,7 +112,8 @@ class DiskEnd:
         stride = self.moves.cold_page_bytes(disk.codec, batch)
         alignment = min(stride & -stride, _DIRECT_ALIGNMENT)
         stream = self.moves.offload_stream if for_stream else None
-        return self.ring.acquire(stride, num_pages * stride, stride, alignment, stream)
+        most = num_pages * stride
+        return self.ring.acquire(stride, most, stride, alignment, stream, may_wait=False)
 
     def staged(
         self, batch: Int32Array, disk: LevelPools, memory: LevelPools, lease: StagingBuffer

@@ -48,7 +48,7 @@ class DiskWrites:
         taken (no staging left, or rejected): they are as before, slots included.
         """
         if memory.level != HOT_LEVEL and memory.codec is disk.codec:
-            for batch in self._end.moves.batches(pages, disk.codec):
+            for batch in self._end.moves.cold_batches(pages, memory, disk):
                 self._table.busy[batch] |= memory.bit
                 self._start(self._end.direct(batch, disk, memory))
             return pages[:0]
@@ -136,7 +136,8 @@ class DiskWrites:
         settled.lost.append(pages[lost])
         settled.pages.append(np.delete(pages, again))
         if num_again == 0:
-            transfer.lease.release()
+            # It was written to the file, so it had been encoded.
+            transfer.lease.release(is_idle=True)
             return True
         self._try_again(transfer, again)
         return False

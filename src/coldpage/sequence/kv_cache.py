@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ from coldpage.types import (
 )
 
 __all__ = ["KVCache"]
+
+# A device may refuse the moves that make room for a while.
+_MAX_STARVED_LOOKS: Final = 50
 
 
 class KVCache:
@@ -69,6 +73,7 @@ class KVCache:
         self._status = KVCacheStatus.SUSPENDED
         self._stream: Stream | None = None
         self._is_ready = False
+        self._is_starved = False  # blocks to be recomputed found no place when last asked
         # Readiness is asked again when somebody has recomputed pages: they may be shared.
         self._num_fills_seen = 0
         # Blocks from here on have been granted for writing since the last resume.
@@ -259,7 +264,8 @@ class KVCache:
         self._leave_holes()
         # Pages may have been lost since the resume, on their way up.
         is_hot = self._storage.are_hot(self._table.live_pages())
-        if not is_hot or not self._fill_lacking(self._history_length):
+        self._is_starved = is_hot and not self._fill_lacking(self._history_length)
+        if not is_hot or self._is_starved:
             return False
         events = self._storage.moves.outstanding(self._table.live_pages())
         if self._stream is not None:
@@ -270,8 +276,18 @@ class KVCache:
         return self._is_ready
 
     def synchronize(self) -> None:
-        """Block until ``is_ready``."""
+        """Block until ``is_ready``. Raises OutOfPagesError when that can not be: lost blocks need a
+        place, other active sequences hold the hot level, and nothing is in motion.
+        """
+        num_starved = 0
         while not self.is_ready():
+            is_starved = self._is_starved and not self._storage.num_in_flight
+            num_starved = num_starved + 1 if is_starved else 0
+            if num_starved > _MAX_STARVED_LOOKS:
+                raise OutOfPagesError(
+                    "blocks to be recomputed have no place on the hot level, which other active "
+                    "sequences fill: suspend one of them, or this one"
+                )
             self._context.wait_for_progress(0.05)
 
     def suspend(self) -> None:
@@ -464,10 +480,12 @@ class KVCache:
     def _commit_blocks(self, start: int, stop: int) -> None:
         per_block = self._context.tokens_per_block
         is_missing = self._storage.table.is_missing
+        is_lost = self._coverage.missing(self._history_length)
         taken: list[Int32Array] = []
         for block in range(start, stop):
-            # Computed with holes before it, a block is not what its tokens say.
-            if len(self._keys) != block or self._table.is_hole[:, :block].any():
+            # Computed with blocks before it missing, a block is not what its tokens say.
+            is_whole = not (self._table.is_hole[:, :block].any() or is_lost[:, :block].any())
+            if len(self._keys) != block or not is_whole:
                 break
             parent = self._keys[-1] if self._keys else self._root
             tokens = self._tokens[block * per_block : (block + 1) * per_block]
@@ -491,6 +509,8 @@ class KVCache:
         instead of keeping them for reuse: they are known to be of no use to others.
         """
         self._check_open()
+        if first_block < 0:
+            raise UsageError(f"there is no block {first_block}: blocks count from 0")
         pages = self._table.pages[:, first_block:].ravel()
         self._storage.plan_drop(pages[pages != NO_PAGE])
 
@@ -528,6 +548,9 @@ class KVCache:
         cost.
         """
         self._check_status(KVCacheStatus.SUSPENDED, "prefetch")
+        levels = self._storage.levels
+        if not 0 <= level < len(levels):
+            raise UsageError(f"there is no level {level}: this manager has 0 to {len(levels) - 1}")
         self._storage.prefetch(self._table.live_pages(), self._storage.levels[level])
 
     def close(self) -> None:

@@ -13,12 +13,13 @@ from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools
 from coldpage.types import HOT_LEVEL, Int32Array
 
-__all__ = ["BAD_DISK", "EXPIRED", "NO_ROOM", "PLANNED", "PageCopies"]
+__all__ = ["BAD_DISK", "EXPIRED", "FAILED_WORK", "NO_ROOM", "PLANNED", "PageCopies"]
 
 NO_ROOM: Final = "every colder tier is full of such pages; give a tier more room to avoid this"
 BAD_DISK: Final = "the disk failed to write or to return them; look at the disk"
 PLANNED: Final = "their drop was planned, and nobody holds them any more"
 EXPIRED: Final = "nobody has used them for as long as the disk tier keeps pages"
+FAILED_WORK: Final = "the work that wrote them failed on the device"
 
 _logger = logging.getLogger(__name__)
 

@@ -114,8 +114,10 @@ class Escalation:
         for group in self._levels[HOT_LEVEL].groups:
             shortage = int(fraction * group.slots.num_slots) - group.slots.num_free
             if shortage > 0 and len(self._levels) > 1:
-                victims = self._choose(self.evictable(group), shortage)
-                self._send_down(self._drop_redundant(victims), Losable.NOTHING, Losable.DROPPABLE)
+                victims = self._drop_redundant(self._choose(self.evictable(group), shortage))
+                is_held = self._table.num_refs[victims] > 0
+                for some in (victims[is_held], victims[~is_held]):
+                    self._send_down(some, Losable.NOTHING, Losable.DROPPABLE, may_wait=False)
 
     def _offload(self, pages: Int32Array) -> None:
         """Move hot pages, least valuable first, to the nearest level with room; what fits nowhere
@@ -143,7 +145,14 @@ class Escalation:
     def _num_writes_in_flight(self) -> int:
         return 0 if self._disk_moves is None else self._disk_moves.writes.num_in_flight
 
-    def _send_down(self, pages: Int32Array, losable: Losable, on_coldest: Losable) -> Int32Array:
+    def _send_down(
+        self,
+        pages: Int32Array,
+        losable: Losable,
+        on_coldest: Losable,
+        *,
+        may_wait: bool = True,
+    ) -> Int32Array:
         """Try the cold levels in order; ``losable`` is what each may drop, ``on_coldest`` what the
         last of them may. Returns the pages for which none has room.
         """
@@ -156,20 +165,15 @@ class Escalation:
             rest, pages = [pages[is_taken]], pages[~is_taken]
             for group, members in level.split(table.life_cycle[pages], pages):
                 may_lose = on_coldest if level is self._levels[-1] else losable
-                rest.append(self._send_to_group(level, group, members, may_lose))
+                room = self.make_cold_room(level, group, members.size, may_lose, members)
+                # The most valuable pages get what room there is.
+                first = members.size - room
+                self._send(level, members[first:], may_wait=may_wait)
+                rest.append(members[:first])
             pages = np.concatenate(rest)
         return pages
 
-    def _send_to_group(
-        self, level: LevelPools, group: PoolGroup, pages: Int32Array, losable: Losable
-    ) -> Int32Array:
-        """The most valuable pages get what room there is; returns the others."""
-        room = self.make_cold_room(level, group, pages.size, losable, pages)
-        first = pages.size - room
-        self._send(level, pages[first:])
-        return pages[:first]
-
-    def _send(self, level: LevelPools, pages: Int32Array) -> None:
+    def _send(self, level: LevelPools, pages: Int32Array, *, may_wait: bool) -> None:
         """Move hot pages to free slots of the level. Pages whose submission is rejected
         stay hot.
         """
@@ -177,7 +181,7 @@ class Escalation:
             return
         self._copies.allocate(level, pages)
         if level.is_disk:
-            self._copies.free_slots(level, self._write_staged(level, pages))
+            self._copies.free_slots(level, self._write_staged(level, pages, may_wait=may_wait))
         else:
             self._leave_hot(pages, self._moves.offload(pages, level))
 
@@ -185,7 +189,7 @@ class Escalation:
         sent = np.setdiff1d(pages, refused, assume_unique=True) if refused.size else pages
         self._copies.drop(self._levels[HOT_LEVEL], sent)
 
-    def _write_staged(self, level: LevelPools, pages: Int32Array) -> Int32Array:
+    def _write_staged(self, level: LevelPools, pages: Int32Array, *, may_wait: bool) -> Int32Array:
         """Returns the pages that were rejected, or for which there was no staging in time. Waits,
         for writes only, when all of the staging that writes may use is in flight.
         """
@@ -196,7 +200,7 @@ class Escalation:
             refused = disk_moves.writes.submit(pages, self._levels[HOT_LEVEL], level)
             # Before any wait: a write that fails then must find that the hot copy is gone.
             self._leave_hot(pages, refused)
-            is_over = time.monotonic() > deadline_s
+            is_over = not may_wait or time.monotonic() > deadline_s
             if is_over or not refused.size or not disk_moves.writes.num_in_flight:
                 return refused
             pages = refused

@@ -71,9 +71,10 @@ class Resizing:
         num_moved = 0
         for group in level.groups:
             stop = group.slots.first_slot + group.slots.num_used
-            beyond = self._movable_beyond(group, stop)[-group.slots.num_free_below(stop) :]
-            if group.slots.num_free_below(stop) and self._move_down(level, group, beyond, stop):
-                num_moved += int(beyond.size)
+            num_places = group.slots.num_free_below(stop)
+            if num_places:
+                beyond = self._movable_beyond(group, stop)[-num_places:]
+                num_moved += self._move_down(level, group, beyond, stop)
         return num_moved
 
     def _movable_beyond(self, group: PoolGroup, stop: int) -> Int32Array:
@@ -85,6 +86,7 @@ class Resizing:
 
     def _check_locks(self, level: LevelPools, num_slots: Sequence[int]) -> None:
         if level.level != HOT_LEVEL:
+            self._check_only_copies(level, num_slots)
             return
         num_in_the_way = 0
         for group, count in zip(level.groups, num_slots, strict=True):
@@ -104,6 +106,17 @@ class Resizing:
                 "some of them first"
             )
 
+    def _check_only_copies(self, level: LevelPools, num_slots: Sequence[int]) -> None:
+        """Pages of active sequences that are still on their way from a cold level stay there."""
+        table = self._table
+        is_needed = (table.num_locks > 0) & (table.present == level.bit)
+        num_needed = level.count(table.life_cycle[np.flatnonzero(is_needed)])
+        if (num_needed > np.array(num_slots)).any():
+            raise UsageError(
+                f"active sequences have {int(num_needed.sum())} pages on the {level.name} level "
+                "and nowhere else: wait until they are ready, or suspend some of them first"
+            )
+
     def _shrink(self, level: LevelPools, group: PoolGroup, num_slots: int) -> None:
         stop = group.slots.first_slot + num_slots
         for _ in range(_MAX_ATTEMPTS):
@@ -111,13 +124,12 @@ class Resizing:
             surplus = int(num_beyond) - group.slots.num_free_below(stop)
             if surplus > 0:
                 self._evict(level, group, group.slots.num_free + surplus)
-            elif self._move_down(level, group, self._movable_beyond(group, stop), stop):
+                continue
+            beyond = self._movable_beyond(group, stop)
+            if self._move_down(level, group, beyond, stop) == beyond.size:
                 break
         else:
-            raise DeviceError(
-                f"the device keeps rejecting the moves that would make the {level.name} level "
-                "smaller: it keeps its size; try again later"
-            )
+            self._give_up(level, group, stop)
         # Copies from there, and work on their own streams of sequences that have let go of it.
         for event in self._moves.ready.outstanding(group.slots.event[stop:]):
             event.synchronize()
@@ -138,15 +150,13 @@ class Resizing:
             escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
         escalation.make_cold_room(level, group, num_free, Losable.HELD)
 
-    def _move_down(
-        self, level: LevelPools, group: PoolGroup, beyond: Int32Array, stop: int
-    ) -> bool:
-        """Move the pages in the slots ``beyond`` to free slots before ``stop``; False when the
-        device rejected that.
+    def _move_down(self, level: LevelPools, group: PoolGroup, beyond: Int32Array, stop: int) -> int:
+        """Move the pages in the slots ``beyond`` to free slots before ``stop``. Returns how many
+        were moved; the others are where they were, since the device refused or failed.
         """
         slots = group.slots
         if not beyond.size:
-            return True
+            return 0
         pages = slots.page[beyond].copy()
         places = slots.allocate_below(pages, stop)
         if level.is_disk:
@@ -155,13 +165,14 @@ class Resizing:
             arrived = np.ones(pages.size, np.bool_)
         else:
             slots.free(places)
-            return False
+            return 0
         slots.free(beyond[arrived])
         self._table.slot[level.level, pages[arrived]] = places[arrived]
         self._copies.events.moved(pages[arrived], level.level, level.level, group.slot_bytes)
-        slots.free(places[~arrived])
-        self._give_up(level, pages[~arrived])
-        return True
+        # Another slot is tried first the next time.
+        slots.free_last(places[~arrived])
+        self._copies.events.totals["relocation_errors"] += int(np.count_nonzero(~arrived))
+        return int(np.count_nonzero(arrived))
 
     def _copy_on_disk(
         self, group: PoolGroup, src: Int32Array, dst: Int32Array
@@ -170,9 +181,17 @@ class Resizing:
         batch.synchronize()
         return batch.ok
 
-    def _give_up(self, level: LevelPools, pages: Int32Array) -> None:
-        """These copies could not be read or written again."""
+    def _give_up(self, level: LevelPools, group: PoolGroup, stop: int) -> None:
+        """What lies from ``stop`` on could not be moved, however often it was tried. On disk these
+        copies can not be read, or nothing can be written: they are lost. Elsewhere they stay.
+        """
+        if not level.is_disk:
+            raise DeviceError(
+                f"the device keeps rejecting the moves that would make the {level.name} level "
+                "smaller: it keeps its size; try again later"
+            )
         table = self._table
+        pages = group.slots.page[self._movable_beyond(group, stop)]
         has_other = (table.present[pages] & ~level.bit) != 0
         self._copies.drop(level, pages[has_other])
         self._copies.drop_last(level, pages[~has_other], BAD_DISK)

@@ -4,6 +4,7 @@ flight.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,20 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import Device, Stream
-from coldpage.errors import SubmissionError
+from coldpage.errors import DeviceError, SubmissionError
 from coldpage.events import StorageEvents
 from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
-from coldpage.storage.copies import BAD_DISK, EXPIRED, PLANNED, PageCopies
+from coldpage.storage.copies import BAD_DISK, EXPIRED, FAILED_WORK, PLANNED, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.resizing import Resizing
 from coldpage.storage.usage import UsageSamples
 from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array, Int64Array, Priority
 
 __all__ = ["Storage"]
+
+_logger = logging.getLogger(__name__)
 
 # How long a caller that must wait for a transfer sleeps at most between looking.
 _DRAIN_TIMEOUT_S = 0.05
@@ -91,10 +94,16 @@ class Storage:
         return True
 
     def unlock(self, pages: Int32Array, stream: Stream | None) -> None:
-        """Let the pages move again, after the work enqueued on ``stream`` so far."""
+        """Let the pages move again, after the work enqueued on ``stream`` so far. When work there
+        has failed nobody knows what it wrote: the pages are missing then.
+        """
         table = self.table
         if stream is not None:
-            self.moves.order_after(pages[(table.present[pages] & HOT_BIT) != 0], stream)
+            hot = pages[(table.present[pages] & HOT_BIT) != 0]
+            try:
+                self.moves.order_after(hot, stream)
+            except DeviceError as error:
+                self._distrust(hot, error)
         table.num_locks[pages] -= 1
         unlocked = pages[table.num_locks[pages] == 0]
         self._num_locked -= self._count_groups(unlocked)
@@ -103,6 +112,21 @@ class Storage:
         self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
         if self._backup is not None and self._is_write_behind:
             self._backup.note(unlocked)
+
+    def _distrust(self, pages: Int32Array, error: DeviceError) -> None:
+        """Work that failed may have torn hot pages. Those that have another copy were whole before,
+        and have only been read since.
+        """
+        table = self.table
+        torn = pages[(table.present[pages] == HOT_BIT) & ~table.is_missing[pages]]
+        if torn.size and not self.events.totals["torn_pages"]:
+            _logger.error("pages whose work failed on the device are recomputed: %s", error)
+        self.events.totals["torn_pages"] += int(torn.size)
+        self.events.totals["lost_held_pages"] += int(torn.size)
+        self.events.lost(torn, FAILED_WORK)
+        table.is_missing[torn] = True
+        # Nothing runs on that stream any more, and its events say so by failing.
+        self.moves.forget_events(pages)
 
     def _count_groups(self, pages: Int32Array) -> Int64Array:
         return self._hot.count(self.table.life_cycle[pages])
@@ -320,7 +344,8 @@ class Storage:
 
     def _prefetch_hot(self, pages: Int32Array) -> None:
         for group, members in self._hot.split(self.table.life_cycle[pages], pages):
-            some = members[: group.slots.num_free]
+            num_kept = int(self._free_watermark * group.slots.num_slots)
+            some = members[: max(0, group.slots.num_free - num_kept)]
             self.table.touch(some)
             self.copies.allocate(self._hot, some)
             self.table.reserved[some] |= HOT_BIT
@@ -434,6 +459,11 @@ class Storage:
     @property
     def _num_writes_in_flight(self) -> int:
         return 0 if self._disk_moves is None else self._disk_moves.writes.num_in_flight
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers to and from disk that have not been settled."""
+        return 0 if self._disk_moves is None else self._disk_moves.num_in_flight
 
     def finish_transfers(self) -> None:
         """Block until nothing is in flight."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
+from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices
 from coldpage.device.base import Stream
 from coldpage.errors import ConfigurationError
 from coldpage.testing.page_codec import Bytes, HotPages, PageCodec
+from coldpage.testing.wrapping_codec import WrappingCodec
 from coldpage.types import Int64Array, LifeCycleId, MemAddress, PageClass, PageIndexLocation
 
 __all__ = [
@@ -156,35 +156,14 @@ class CoarseCodec(PageCodec):
         return pages
 
 
-class SlowCodec(ColdPageCodec):
+class SlowCodec(WrappingCodec):
     """Another codec, whose work waits ``delay_s`` on the stream before it touches anything; the
     caller does not. Its pages are those of the wrapped codec.
     """
 
     def __init__(self, codec: ColdPageCodec, delay_s: float) -> None:
-        self._codec = codec
+        super().__init__(codec)
         self._delay_s = delay_s
-        self.codec_id = codec.codec_id
-        self.version = codec.version
-        self.parameters = codec.parameters
-        self.is_lossless = codec.is_lossless
-        self.needs_positions = codec.needs_positions
-
-    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
-        """As the wrapped codec."""
-        self._codec.configure(pool_groups)
-
-    def query_cold_page_bytes(self, life_cycle_id: LifeCycleId) -> int:
-        """As the wrapped codec."""
-        return self._codec.query_cold_page_bytes(life_cycle_id)
-
-    def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        """As the wrapped codec."""
-        return self._codec.get_batching_layer_group_id(life_cycle_id)
-
-    def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        """As the wrapped codec."""
-        return self._codec.query_page_index_location(life_cycle_id)
 
     def encode(
         self,
@@ -196,7 +175,7 @@ class SlowCodec(ColdPageCodec):
     ) -> None:
         """As the wrapped codec, later."""
         stream.launch(self._sleep, reads=(), writes=())
-        self._codec.encode(life_cycle_id, dst_base, page_indices, stream, block_ordinals)
+        super().encode(life_cycle_id, dst_base, page_indices, stream, block_ordinals)
 
     def decode(
         self,
@@ -208,11 +187,7 @@ class SlowCodec(ColdPageCodec):
     ) -> None:
         """As the wrapped codec, later."""
         stream.launch(self._sleep, reads=(), writes=())
-        self._codec.decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
-
-    def close(self) -> None:
-        """As the wrapped codec."""
-        self._codec.close()
+        super().decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
 
     def _sleep(self) -> None:
         time.sleep(self._delay_s)

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
 
-from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
+from coldpage.codecs.base import BlockOrdinals, PageIndices
 from coldpage.device.base import Stream
-from coldpage.types import LifeCycleId, MemAddress, PageIndexLocation
+from coldpage.testing.wrapping_codec import WrappingCodec
+from coldpage.types import LifeCycleId, MemAddress
 
 __all__ = ["IndexPoisoningCodec"]
 
 _Array = TypeVar("_Array")
 
 
-class IndexPoisoningCodec(ColdPageCodec):
+class IndexPoisoningCodec(WrappingCodec):
     """Passes on copies of index pairs and ordinals that lie on the host, and overwrites them when
     the codec call returns. Late work then sees pairs (0, 0): valid slots, so nothing crashes, and
     wrong bytes.
 
     Arrays in device memory belong to the manager's streams, and pass through.
     """
-
-    def __init__(self, codec: ColdPageCodec) -> None:
-        self._codec = codec
-        self.codec_id = codec.codec_id
-        self.version = codec.version
-        self.parameters = codec.parameters
-        self.is_lossless = codec.is_lossless
-        self.needs_positions = codec.needs_positions
-
-    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
-        """As the wrapped codec."""
-        self._codec.configure(pool_groups)
-
-    def query_cold_page_bytes(self, life_cycle_id: LifeCycleId) -> int:
-        """As the wrapped codec."""
-        return self._codec.query_cold_page_bytes(life_cycle_id)
-
-    def get_batching_layer_group_id(self, life_cycle_id: LifeCycleId) -> LifeCycleId:
-        """As the wrapped codec."""
-        return self._codec.get_batching_layer_group_id(life_cycle_id)
-
-    def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        """As the wrapped codec."""
-        return self._codec.query_page_index_location(life_cycle_id)
 
     def encode(
         self,
@@ -72,10 +49,6 @@ class IndexPoisoningCodec(ColdPageCodec):
         """As the wrapped codec, with host arrays that do not outlive the call."""
         with _lend(page_indices) as pairs, _lend(block_ordinals) as ordinals:
             self._codec.decode(life_cycle_id, src_base, pairs, stream, ordinals)
-
-    def close(self) -> None:
-        """As the wrapped codec."""
-        self._codec.close()
 
 
 @contextlib.contextmanager

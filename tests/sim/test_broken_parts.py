@@ -1,0 +1,276 @@
+"""Codecs, streams, disks and callers that break their word: it costs them, and nobody else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coldpage import (
+    CodecError,
+    DeviceError,
+    DeviceTierConfig,
+    DiskTierConfig,
+    HalfOpenRange,
+    HostTierConfig,
+    KVCacheManager,
+    KVCacheManagerConfig,
+    OutOfPagesError,
+)
+from coldpage.device.base import Stream
+from coldpage.storage.escalation import Escalation
+from coldpage.testing.example_codecs import PaddingCodec
+from coldpage.types import CacheLevel
+from tests.property.setups import layers_of
+from tests.sim.scenes import (
+    PER_BLOCK,
+    Build,
+    filled,
+    hot_blocks,
+    moves,
+    prompt,
+    push_out,
+    resumed,
+    suspended,
+    totals,
+)
+
+
+class _Raises(PaddingCodec):
+    """Fails with something that no codec may raise, while it is told to."""
+
+    is_broken = False
+
+    def encode(self, *args: object) -> None:  # type: ignore[override]
+        if self.is_broken:
+            raise ValueError("a bug in the codec")
+        super().encode(*args)  # type: ignore[arg-type]
+
+    def decode(self, *args: object) -> None:  # type: ignore[override]
+        if self.is_broken:
+            raise ZeroDivisionError("another bug in the codec")
+        super().decode(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def break_codecs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    return lambda is_broken: monkeypatch.setattr(_Raises, "is_broken", is_broken)
+
+
+@pytest.mark.parametrize("cold", [{"host": 20}, {"disk": 20}])
+def test_a_codec_that_raises_anything_costs_no_slot(
+    build: Build,
+    break_codecs: Callable[[bool], None],
+    cold: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = build(hot=4, codec=_Raises, **cold)
+    first = suspended(rig, prompt(4, 1))
+    break_codecs(True)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            asker = rig.create()
+            assert asker.resume()
+            assert not asker.cache.resize(4 * PER_BLOCK), "there is no room while nothing can leave"
+            rig.check()
+            rig.close(asker)
+    assert sum("failed in encode" in record.message for record in caplog.records) == 1
+    assert totals(rig, "rejected_submissions") >= 3
+    break_codecs(False)
+    push_out(rig, 4)
+    break_codecs(True)
+    if not first.resume():
+        assert rig.used[0] == 0
+    else:
+        for _ in range(20):
+            assert not first.cache.is_ready()
+            rig.manager.wait_for_progress(0.0)
+    rig.check()
+    break_codecs(False)
+    if first.is_active:
+        first.cache.synchronize()
+        first.check()
+    else:
+        resumed(rig, first)
+    assert first.cache.missing_blocks() == []
+
+
+def test_a_transcoded_spill_whose_codec_raises(
+    build: Build, break_codecs: Callable[[bool], None]
+) -> None:
+    rig = build(hot=4, host=4, disk=20, disk_codec=_Raises)
+    first = suspended(rig, prompt(4, 1))
+    push_out(rig, 4)
+    break_codecs(True)
+    rig.poll()
+    assert moves(rig, "host-disk") == 0
+    break_codecs(False)
+    # Something has to change before the spill looks again.
+    suspended(rig, prompt(2, 2))
+    push_out(rig, 4)
+    rig.poll()
+    assert moves(rig, "host-disk") > 0
+    resumed(rig, first)
+
+
+class _Renames(PaddingCodec):
+    """Says only when it knows the pools what its format is."""
+
+    def configure(self, pool_groups: object) -> None:  # type: ignore[override]
+        super().configure(pool_groups)  # type: ignore[arg-type]
+        self.parameters = "pools seen"
+
+
+def test_a_format_that_changes_in_configure_is_refused(tmp_path: Path) -> None:
+    """Scratch slots, keys and files would have been made for another one."""
+    tiers = (
+        DeviceTierConfig(1 << 16),
+        HostTierConfig(1 << 16, _Renames()),
+        DiskTierConfig(str(tmp_path), 1 << 20, PaddingCodec()),
+    )
+    config = KVCacheManagerConfig(PER_BLOCK, tiers, layers_of("full", PER_BLOCK))
+    with pytest.raises(CodecError, match="changed its format in configure"):
+        KVCacheManager(config)
+
+
+def test_io_that_fails_costs_a_defragmentation_nothing_but_time(build: Build) -> None:
+    rig = build(hot=8, disk=20)
+    sequences = [suspended(rig, prompt(4, first)) for first in range(3)]
+    push_out(rig, 8)
+    rig.close(sequences.pop(0))
+    rig.manager.finish_transfers()
+    rig.device.faults.io_failure_rate = 1.0
+    assert rig.manager.defragment(CacheLevel(1)) == 0
+    rig.device.faults.io_failure_rate = 0.0
+    assert totals(rig, "lost_held_pages") == 0
+    rig.check()
+    for sequence in sequences:
+        resumed(rig, sequence)
+        assert sequence.cache.missing_blocks() == []
+        sequence.cache.suspend()
+
+
+def test_what_is_computed_over_missing_blocks_is_not_shared(build: Build) -> None:
+    rig = build(hot=8, disk=20)
+    tokens = prompt(4, 1)
+    sequence = suspended(rig, tokens[: 2 * PER_BLOCK])
+    push_out(rig, 8)
+    assert rig.flip_on_disk(sequence.cache, [0]) == [0]
+    assert sequence.resume()
+    sequence.cache.synchronize()
+    assert sequence.cache.missing_blocks() == [0]
+    # An engine that does not recompute first: what it writes is of no use to others.
+    assert sequence.cache.resize(4 * PER_BLOCK)
+    sequence.cache.synchronize()
+    sequence.write(tokens[2 * PER_BLOCK :])
+    sequence.cache.commit(tokens[2 * PER_BLOCK :])
+    sequence.recompute()
+    assert sequence.cache.missing_blocks() == []
+    assert rig.create(tokens).cache.num_committed_tokens == 2 * PER_BLOCK
+    assert len(sequence.cache.block_keys) == 2
+
+
+def _poison(stream: Stream) -> None:
+    def fail() -> None:
+        raise RuntimeError("a kernel failed")
+
+    stream.launch(fail, reads=(), writes=())
+
+
+@pytest.mark.parametrize("how", ["suspend", "close", "truncate", "drop_blocks"])
+def test_a_failed_stream_costs_its_own_pages_and_no_slot(build: Build, how: str) -> None:
+    rig = build(hot=8, host=8)
+    kept = suspended(rig, prompt(2, 1))
+    push_out(rig, 8)
+    stream = rig.device.create_stream("fails")
+    torn = filled(rig, prompt(2, 2), stream=stream)
+    both = rig.adopt(kept.fork())
+    assert both.resume(stream)
+    both.cache.synchronize()
+    _poison(stream)
+    rig.device.step(1000)
+    for sequence in (torn, both):
+        if how == "truncate":
+            sequence.cache.truncate(PER_BLOCK)
+            sequence.forget_from(PER_BLOCK)
+        elif how == "drop_blocks":
+            sequence.cache.drop_blocks(HalfOpenRange(0, PER_BLOCK))
+        if how == "close":
+            rig.close(sequence)
+        else:
+            sequence.cache.suspend()
+    rig.check()
+    assert totals(rig, "torn_pages") == 2
+    if how == "suspend":
+        assert torn.cache.missing_blocks() == [0, 1]
+    # What had another copy has only been read: it is whole.
+    resumed(rig, kept)
+    assert kept.cache.missing_blocks() == []
+    kept.cache.suspend()
+    assert rig.num_lockable_blocks == 8
+    push_out(rig, 8)
+    for sequence in list(rig.sequences):
+        rig.close(sequence)
+    with pytest.raises(DeviceError, match="a kernel failed"):
+        stream.synchronize()
+    rig.device._streams.remove(stream)  # else its last work counts as never waited for
+
+
+def test_polling_never_waits(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the watermark wants pages gone and the disk hangs."""
+    rig = build(hot=8, disk=20, free_watermark=0.9, ring_bytes=1)
+    sequences = [suspended(rig, prompt(2, first)) for first in range(4)]
+    rig.device.faults.is_io_held = True
+
+    def wait(self: Escalation) -> None:
+        raise AssertionError("a poll waited")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.storage._escalation, "_drain", wait)
+        patch.setattr(rig.device, "wait_for_progress", wait)
+        for _ in range(10):
+            rig.manager.poll()
+            rig.device.step(100)
+    rig.device.faults.is_io_held = False
+    rig.poll()
+    assert rig.used[0] < 8
+    for sequence in sequences:
+        resumed(rig, sequence)
+        sequence.cache.suspend()
+
+
+def test_a_prefetch_leaves_what_the_watermark_keeps(build: Build) -> None:
+    rig = build(hot=8, host=20, free_watermark=0.5)
+    first = suspended(rig, prompt(6, 1))
+    push_out(rig, 8)
+    second = suspended(rig, prompt(2, 2))
+    rig.poll()
+    first.cache.prefetch()
+    rig.poll()
+    assert rig.used[0] == 4
+    assert hot_blocks(second) == [0, 1], "nobody was evicted for a prefetch"
+    assert len(hot_blocks(first)) == 2
+
+
+def test_waiting_for_what_can_not_be_ends(build: Build) -> None:
+    """Blocks that a window wants back have no place, and nothing will make one."""
+    rig = build(hot=12, host=40, kind="window")
+    first = filled(rig, prompt(8, 1), num_committed=0)
+    hungry = filled(rig, [7])
+
+    def fill() -> None:
+        while hungry.cache.resize(hungry.cache.capacity + PER_BLOCK):
+            pass
+
+    fill()
+    first.truncate(4 * PER_BLOCK)
+    fill()
+    for _ in range(10):
+        assert not first.cache.is_ready()
+        rig.manager.wait_for_progress(0.0)
+    with pytest.raises(OutOfPagesError, match="suspend one of them"):
+        first.cache.synchronize()
+    hungry.cache.suspend()
+    first.cache.synchronize()
