@@ -21,7 +21,7 @@ NUM_FILES = 2
 MAX_SLOTS = 256  # of each file
 _WORDS = 1 + NUM_LANES + NUM_FILES * MAX_SLOTS
 # A piece of a slot now and then waits: more time inside writes, and pieces in between.
-_PAUSE_S = 0.0004
+_PAUSE_S = 0.001
 
 
 class Board:
@@ -68,7 +68,7 @@ class WatchedFile(BlockFile, _Watched):
         random.shuffle(pieces)
         try:
             for at, piece in pieces:
-                if random.random() < 0.3:
+                if random.random() < 0.5:
                     time.sleep(_PAUSE_S)
                 super().writev(at, [piece])
         finally:

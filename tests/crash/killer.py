@@ -24,19 +24,18 @@ _MAX_OPENING_S = 0.03
 # How long to wait for a write to kill it in.
 _MAX_WAIT_S = 1.0
 _START_TIMEOUT_S = 60.0
+CRASHES_A_TIER = 6
 
 
 class Killer:
-    """One tier that process after process works on, until it is killed."""
+    """A tier that process after process works on, until it is killed; then another."""
 
     def __init__(self, work_name: str, directory: Path, seed: int) -> None:
         self.tally = Tally()
         self._work_name = work_name
-        self._path = directory / work_name
-        self._board_path = directory / f"{work_name}.board"
-        self._board = Board(self._board_path)
-        self._ledger = Ledger(self._board, self.tally)
+        self._directory = directory
         self._rng = random.Random(seed)
+        self._begin_tier()
         self._lines: list[dict[str, object]] = []
         self._rest = b""
         self._errors = open(directory / f"{work_name}.stderr", "w+")  # noqa: SIM115
@@ -52,6 +51,15 @@ class Killer:
             cwd=Path(__file__).parents[2],
             env=environment,
         )
+
+    def _begin_tier(self) -> None:
+        """One that holds everything already is written to no more."""
+        directory = self._directory / f"tier-{self.tally.num_crashes}"
+        directory.mkdir()
+        self._path = directory / self._work_name
+        self._board_path = directory / "board"
+        self._board = Board(self._board_path)
+        self._ledger = Ledger(self._board, self.tally)
 
     def __enter__(self) -> Self:
         return self
@@ -71,6 +79,8 @@ class Killer:
 
     def kill_one(self) -> None:
         """One life, its end, and a look at what it left."""
+        if self.tally.num_crashes and self.tally.num_crashes % CRASHES_A_TIER == 0:
+            self._begin_tier()
         self._live_and_die()
         self._check()
 
@@ -112,7 +122,7 @@ class Killer:
         """Read what the child says until then; a full pipe would stop it."""
         assert callable(is_over)
         while not is_over() and time.monotonic() < deadline_s:
-            self._read(0.0005)
+            self._read(0.0002)
             if any("ended" in line for line in self._lines):
                 return
 

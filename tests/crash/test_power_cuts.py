@@ -12,13 +12,14 @@ import pytest
 
 from coldpage.testing.faulty_file import PowerSupply
 from tests.crash.board import Board, WatchedPowerFile
+from tests.crash.killer import CRASHES_A_TIER
 from tests.crash.ledger import Ledger, Tally
 from tests.crash.work import WORKS, Reporter
 
 NUM_CUTS = int(os.environ.get("COLDPAGE_CRASH_KILLS", "50"))
 SHARES = {"manager": 0.4, "manager-tight": 0.2, "store": 0.3, "store-tight": 0.1}
 MAX_DELAY_S = 0.1
-MAX_WAIT_S = 1.0
+MAX_WAIT_S = 0.5
 STEPS_IN_THE_DARK = 3
 
 
@@ -62,12 +63,14 @@ def _work_until_cut(
 def test_a_power_cut_leaves_nothing_wrong_and_loses_nothing(
     work_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng, board, tally = random.Random(NUM_CUTS), Board(), Tally()
-    ledger = Ledger(board, tally)
-    path = tmp_path / work_name
+    rng, tally = random.Random(NUM_CUTS), Tally()
     num_lost = num_torn = 0
     num_cuts = round(NUM_CUTS * SHARES[work_name])
-    for _ in range(num_cuts):
+    for number in range(num_cuts):
+        if number % CRASHES_A_TIER == 0:
+            path = tmp_path / f"tier-{number}" / work_name
+            board = Board()
+            ledger = Ledger(board, tally)
         supply = _work_until_cut(work_name, path, board, ledger, rng)
         tally.num_crashes += 1
         tally.num_inside += supply.num_unsynced > 0
