@@ -403,6 +403,10 @@ def test_a_header_that_a_crash_left_alone_does_not_pass_for_a_blob(
     assert last.put(1, 2, 3) == [True, True, True]
     assert last.disk.num_writes == num_writes  # all is read, nothing is written again
     last.store.close()
+    trusting = _Rig(tmp_path)
+    trusting.disk.fails_reads = True
+    assert trusting.put(1, 2, 3) == [True, True, True]  # the index knows that they were read
+    trusting.store.close()
 
 
 def test_a_deletion_overtakes_a_put_that_checks_first(tmp_path: Path) -> None:
