@@ -55,6 +55,7 @@ EXCEPTIONS = {
     "DeviceError",
     "ModelError",
     "OutOfPagesError",
+    "SnapshotError",
     "StorageError",
     "SubmissionError",
     "UsageError",

@@ -53,8 +53,11 @@ class Escalation:
         disk_moves: DiskMoves | None,
         policy: EvictionPolicy,
         drain: Callable[[], None],
+        *,
+        is_write_behind: bool = False,
     ) -> None:
         self._copies = copies
+        self._is_write_behind = is_write_behind
         self._table: PageTable = copies.table
         self._levels: Sequence[LevelPools] = copies.levels
         self._moves = moves
@@ -101,11 +104,33 @@ class Escalation:
     def _drop_redundant(self, victims: Int32Array) -> Int32Array:
         """Free the hot slots of victims that lose nothing by it; returns the others."""
         table = self._table
+        if self._is_write_behind:
+            # They have a copy on disk already, and memory is there to spare them that way.
+            self._keep_in_memory(victims)
+            victims = victims[(table.present[victims] & HOT_BIT) != 0]
         is_redundant = (table.present[victims] & ~HOT_BIT) != 0
         is_redundant |= table.is_missing[victims]
         self._copies.drop(self._levels[HOT_LEVEL], victims[is_redundant])
         rest: Int32Array = victims[~is_redundant]
         return rest
+
+    def _keep_in_memory(self, victims: Int32Array) -> None:
+        """Move those whose other copies are all on disk to a level in memory, as far as there is
+        room at the cost of such copies only.
+        """
+        table = self._table
+        memory = sum(int(level.bit) for level in self._levels[1:] if not level.is_disk)
+        others = table.present[victims] & ~HOT_BIT
+        pages = victims[(others != 0) & ((others & np.uint8(memory)) == 0)]
+        for level in self._levels[1:]:
+            if level.is_disk:
+                continue
+            is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
+            pages = pages[~is_taken]
+            for group, members in level.split(table.life_cycle[pages], pages):
+                room = self.make_cold_room(level, group, members.size, Losable.NOTHING)
+                self._send(level, members[members.size - room :], may_wait=False)
+            pages = pages[(table.present[pages] & HOT_BIT) != 0]
 
     def keep_free(self, fraction: float) -> None:
         """Have that fraction of the hot slots free, as far as no page that a sequence holds is

@@ -58,7 +58,14 @@ class Storage:
         self._disk_moves = disk_moves
         self._free_watermark = free_watermark
         self._hot = levels[HOT_LEVEL]
-        self._escalation = Escalation(self.copies, moves, disk_moves, PriorityLru(), self._drain)
+        self._escalation = Escalation(
+            self.copies,
+            moves,
+            disk_moves,
+            PriorityLru(),
+            self._drain,
+            is_write_behind=is_write_behind,
+        )
         self._resizing = Resizing(
             self.copies, moves, self._escalation, device.io, self.finish_transfers
         )
