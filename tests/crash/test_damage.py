@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
+from coldpage.store.format import HeaderCodec, parse_header
 from tests.crash.small_tier import (
     HEADER_BYTES,
     PAYLOAD_BYTES,
@@ -158,6 +161,29 @@ def test_a_slot_of_another_model_is_no_data(tmp_path: Path) -> None:
     assert slot_of == slot_of_other
     index = tier.index_path.read_bytes()
     slots[slot_of[3]] = others[slot_of[3]]
+    reopened(tier, slots, index)
+    assert tier.read(tokens_of(0, NUM_BLOCKS), pages_of(0, NUM_BLOCKS)) == [3]
+    tier.close()
+    reopened(tier, slots, None)
+    assert known_length(tier, 0) == 3
+    tier.close()
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("change", [{"model_fingerprint": b"o" * 32}, {"codec": "concat v2"}])
+def test_a_slot_that_differs_in_nothing_but_what_made_it_is_no_data(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    tier, slots, slot_of = written(tmp_path / "tier", b"small", 0)
+    index, slot = tier.index_path.read_bytes(), slot_of[3]
+    header, payload = np.split(slots[slot], [HEADER_BYTES])
+    parsed = parse_header(header)
+    assert parsed is not None
+    identity, found = parsed
+    payload[0] ^= 1
+    checksum = xxhash.xxh3_64_intdigest(payload[:PAYLOAD_BYTES].tobytes())
+    codec = HeaderCodec(dataclasses.replace(identity, **change))  # type: ignore[arg-type]
+    codec.pack(header, slot, found.write_number, checksum, found.name)
     reopened(tier, slots, index)
     assert tier.read(tokens_of(0, NUM_BLOCKS), pages_of(0, NUM_BLOCKS)) == [3]
     tier.close()
