@@ -217,6 +217,23 @@ class PrefixTree:
         is_taken[taken] = True
         return is_taken
 
+    def use_with_children(self, pages: Int32Array) -> None:
+        """Where nothing but the order of writing is known: a block has been used whenever one after
+        it was, or it would be given up first, and the others with it.
+        """
+        table = self._table
+        nodes = table.node[pages]
+        use = np.zeros(self._parent.size, np.int64)
+        use_ns = np.zeros(self._parent.size, np.int64)
+        np.maximum.at(use, nodes, table.last_use[pages])
+        np.maximum.at(use_ns, nodes, table.last_use_ns[pages])
+        ordinals = table.ordinal[pages]
+        for ordinal in range(int(ordinals.max(initial=0)), 0, -1):
+            here = np.unique(nodes[ordinals == ordinal])
+            np.maximum.at(use, self._parent[here], use[here])
+            np.maximum.at(use_ns, self._parent[here], use_ns[here])
+        table.last_use[pages], table.last_use_ns[pages] = use[nodes], use_ns[nodes]
+
     def _restore_nodes(self, index: SlotIndex, order: npt.NDArray[np.intp]) -> Int32Array:
         """The node of each row, made where there was none; _NO_NODE where none can be. A loop over
         100,000 rows is what opening takes long for, so it does no more than it must.

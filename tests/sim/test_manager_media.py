@@ -306,7 +306,8 @@ def test_a_damaged_blob_is_a_miss_and_never_data(real: PatternEngine, how: str) 
     stats = real.manager.stats()
     assert stats.totals["read_misses"] == len(bad)
     assert stats.totals["lost_held_pages"] == len(bad)
-    assert stats.levels[1].quarantined_slots == len(bad)
+    # A disk that only does not answer may do so later.
+    assert stats.levels[1].quarantined_slots == (0 if how == "cut short" else len(bad))
     sequence.check()
     assert sequence.recompute() == bad
     sequence.check()

@@ -76,10 +76,7 @@ def _files() -> list[Path]:
 
 def _all_sites(calls: set[str]) -> list[WaitSite]:
     return [
-        site
-        for path in _files()
-        if path.name != FORWARDING_FILE
-        for site in _sites_of(path, calls)
+        site for path in _files() if path.name != FORWARDING_FILE for site in _sites_of(path, calls)
     ]
 
 

@@ -86,9 +86,7 @@ class _Machine(RuleBasedStateMachine):
             for layer_group in range(_NUM_LAYER_GROUPS):
                 if has_page[2 * depth + layer_group]:
                     pages[layer_group] = self._new_page(2 * layer_group + (depth > 0), depth)
-            taken = self.tree.insert(
-                keys[depth], keys[depth + 1], _tokens(prefix[depth]), pages
-            )
+            taken = self.tree.insert(keys[depth], keys[depth + 1], _tokens(prefix[depth]), pages)
             assert sorted(taken.tolist()) == self._insert(prefix[: depth + 1], pages.tolist())
 
     def _new_page(self, life_cycle: int, ordinal: int) -> int:
@@ -231,9 +229,7 @@ def test_thousands_of_blocks_come_and_go_and_rows_are_used_again() -> None:
     keys = _keys(tuple(range(3000)))
     for _ in range(2):
         for depth in range(3000):
-            tree.insert(
-                keys[depth], keys[depth + 1], _tokens(depth), pages[depth : depth + 1]
-            )
+            tree.insert(keys[depth], keys[depth + 1], _tokens(depth), pages[depth : depth + 1])
         assert tree.find(keys[1:]).tolist() == [pages.tolist()]
         tree.check_integrity()
         nodes = table.node[pages].copy()

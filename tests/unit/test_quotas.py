@@ -282,7 +282,9 @@ def test_a_ratio_is_of_hot_bytes_and_cold_levels_keep_its_slots(
     hot = [int(hot_bytes * first / total / 192), int(hot_bytes * second / total / 64)]
     cold = (96, 32)  # half of a hot page
     host_bytes = sum(n * size for n, size in zip(hot, cold, strict=True))
-    disk_bytes = sum(n * disk_slot_bytes(size, _PER_BLOCK) for n, size in zip(hot, cold, strict=True))
+    disk_bytes = sum(
+        n * disk_slot_bytes(size, _PER_BLOCK) for n, size in zip(hot, cold, strict=True)
+    )
     config = _config(
         HostTierConfig(host_bytes),
         DiskTierConfig(str(tmp_path), disk_bytes),

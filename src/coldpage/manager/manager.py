@@ -102,10 +102,10 @@ class KVCacheManager:
 
     def _reopen(self, on_progress: Callable[[int, int], None] | None) -> None:
         """Take over what the disk levels still hold from before."""
-        for level in self._storage.levels:
-            if level.is_disk:
-                found = level.disk.recover(self.device.io, on_progress)
-                adopt_pages(self._storage, self._tree, self.layout, level, found)
+        disks = [level for level in self._storage.levels if level.is_disk]
+        found = [(level, level.disk.recover(self.device.io, on_progress)) for level in disks]
+        if found:
+            adopt_pages(self._storage, self._tree, self.layout, found)
 
     def _admits_second_use(self) -> bool:
         disks = [t for t in self.config.cache_tiers if isinstance(t, DiskTierConfig)]

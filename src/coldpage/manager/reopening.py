@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coldpage.layout import HotLayout
@@ -25,13 +27,37 @@ def _life_cycle_table(layout: HotLayout) -> np.ndarray:
 
 
 def adopt_pages(
-    storage: Storage, tree: PrefixTree, layout: HotLayout, level: LevelPools, found: Recovered
+    storage: Storage,
+    tree: PrefixTree,
+    layout: HotLayout,
+    found_on: Sequence[tuple[LevelPools, Recovered]],
 ) -> int:
-    """Make pages of what was found on a disk level, and blocks of the tree of them. Returns how
-    many; the slots of all others are free.
+    """Make pages of what was found on the disk levels, warmest first, and blocks of the tree of
+    them. Returns how many; the slots of all others are free.
     """
-    index, table = _usable(found.index, layout, level), storage.table
-    entries = index.entries
+    indices, pages, is_scanned = [], [], False
+    for level, found in found_on:
+        indices.append(_usable(found.index, layout, level))
+        pages.append(_adopt(storage, layout, level, indices[-1]))
+        is_scanned |= not found.is_from_sidecar
+    index = SlotIndex(
+        np.concatenate([index.entries for index in indices]),
+        np.concatenate([index.tokens for index in indices]),
+    )
+    all_pages, table = np.concatenate(pages), storage.table
+    table.last_use[all_pages] = _ranks(index.entries["last_use"])
+    table.clock = max(table.clock, int(all_pages.size))
+    # All files together: a block may have its pages in some of them only.
+    is_taken = tree.restore(index, all_pages)
+    storage.copies.bury(all_pages[~is_taken])
+    if is_scanned:
+        tree.use_with_children(all_pages[is_taken])
+    return int(np.count_nonzero(is_taken))
+
+
+def _adopt(storage: Storage, layout: HotLayout, level: LevelPools, index: SlotIndex) -> Int32Array:
+    """Pages of all rows, [num_rows]."""
+    entries, table = index.entries, storage.table
     life_cycles = _life_cycle_table(layout)[entries["layer_group"], entries["page_class"]]
     pages = table.create(life_cycles, entries["ordinal"].astype(np.int32), DEFAULT_PRIORITY)
     slots = entries["slot"].astype(np.int32)
@@ -39,13 +65,8 @@ def adopt_pages(
         is_here = entries["pool"] == group.index
         storage.adopt(level, group, pages[is_here], slots[is_here])
     table.priority[pages] = entries["priority"]
-    table.last_use[pages] = _ranks(entries["last_use"])
-    table.clock = max(table.clock, int(pages.size))
     table.last_use_ns[pages] = entries["last_use"].astype(np.int64)
-    # All files together: a block may have its pages in some of them only.
-    is_taken = tree.restore(index, pages)
-    storage.copies.bury(pages[~is_taken])
-    return int(np.count_nonzero(is_taken))
+    return pages
 
 
 def _usable(index: SlotIndex, layout: HotLayout, level: LevelPools) -> SlotIndex:
@@ -61,9 +82,10 @@ def _usable(index: SlotIndex, layout: HotLayout, level: LevelPools) -> SlotIndex
 
 
 def _ranks(values: np.ndarray) -> Int64Array:
-    """The place of each value in ascending order, from 1: a clock of uses begins after them."""
-    ranks = np.empty(values.size, np.int64)
-    ranks[np.argsort(values, kind="stable")] = np.arange(1, values.size + 1)
+    """The place of each value in ascending order, from 1, equal for what was used together: a clock
+    of uses begins after them.
+    """
+    ranks: Int64Array = np.unique(values, return_inverse=True)[1].astype(np.int64) + 1
     return ranks
 
 

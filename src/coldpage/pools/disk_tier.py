@@ -74,12 +74,13 @@ class DiskTier:
     def recover(self, io: IoExecutor, progress: Progress | None) -> Recovered:
         """What the files hold. Blocks while headers are read; new files have none."""
         self._sync = SyncBatcher(self.files, io)
+        if self.new_files:
+            try:
+                take_away_sidecar(self.directory.path)  # of files that somebody has removed
+            except OSError as error:
+                raise StorageError(f"{self.directory.path} can not be changed ({error})") from error
         if len(self.new_files) < len(self.files):
             return recover(self.directory.path, self.files, self._identity.digest, io, progress)
-        try:
-            take_away_sidecar(self.directory.path)  # of files that somebody has removed
-        except OSError as error:
-            raise StorageError(f"{self.directory.path} can not be changed ({error})") from error
         tokens = np.zeros((0, self.files[0].identity.tokens_per_block), np.int32)
         nothing = SlotIndex(np.zeros(0, ENTRY), tokens)
         return Recovered(nothing, False, nothing, 0)

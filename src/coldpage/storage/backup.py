@@ -72,6 +72,7 @@ class Backup:
 
     def advance(self, num_pages: int) -> None:
         """Start writing up to ``num_pages`` of the pages noted first."""
+        refused: list[Int32Array] = []
         while self._noted and num_pages > 0:
             pages, versions = self._noted.popleft()
             if pages.size > num_pages:
@@ -83,6 +84,19 @@ class Backup:
             is_hot = (self._table.present[pages] & HOT_BIT) != 0
             self._send(self._levels[HOT_LEVEL], pages[is_hot], self._disk)
             self._send_cold(pages[~is_hot])
+            refused.append(self._refused(pages))
+        if refused and (again := np.concatenate(refused)).size:
+            self._noted.appendleft((again, self._table.version[again].copy()))
+
+    def _refused(self, pages: Int32Array) -> Int32Array:
+        """Of pages that were sent, those that have room on disk and lacked something for a moment,
+        such as staging.
+        """
+        rest = pages[self._wanted(pages)]
+        if not rest.size or not self._disk.may_write:
+            return rest[:0]
+        split = self._disk.split(self._table.life_cycle[rest], rest)
+        return np.concatenate([some[: group.slots.num_free] for group, some in split])
 
     def _send_cold(self, pages: Int32Array) -> None:
         for level in self._levels[1 : self._disk.level]:

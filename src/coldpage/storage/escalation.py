@@ -348,14 +348,49 @@ class Escalation:
         if not pages.size or not below.may_write:
             return
         for group, members in below.split(self._table.life_cycle[pages], pages):
-            some = members[: self._make_spill_room(below, group, members.size)]
-            self._copies.allocate(below, some)
-            if not below.is_disk:
-                self._moves.copy_cold(some, level, below)
-                continue
-            assert self._disk_moves is not None
-            refused = self._disk_moves.writes.submit(some, level, below)
-            self._copies.free_slots(below, refused)
+            room = self._make_spill_room(below, group, members.size)
+            self._copy_below(level, members[:room], below)
+
+    def back_up(self, level: LevelPools, pages: Int32Array, disk: LevelPools) -> None:
+        """As ``send_below``, with the most valuable pages on the disk whatever else has them too:
+        memory will not last.
+        """
+        pages = pages[self._table.worth_writing(pages)]
+        if not pages.size or not disk.may_write:
+            return
+        for group, members in disk.split(self._table.life_cycle[pages], pages):
+            worst_first = self._choose(members, members.size)
+            room = self._make_backup_room(disk, group, worst_first)
+            self._copy_below(level, worst_first[worst_first.size - room :][::-1], disk)
+
+    def _copy_below(self, level: LevelPools, pages: Int32Array, below: LevelPools) -> None:
+        """``below`` has free slots for all of them."""
+        self._copies.allocate(below, pages)
+        if not below.is_disk:
+            self._moves.copy_cold(pages, level, below)
+            return
+        assert self._disk_moves is not None
+        refused = self._disk_moves.writes.submit(pages, level, below)
+        self._copies.free_slots(below, refused)
+
+    def _make_backup_room(self, disk: LevelPools, group: PoolGroup, pages: Int32Array) -> int:
+        """Free slots for as many of ``pages``, least valuable first, as are worth more than what is
+        there; returns how many that are.
+        """
+        table, slots = self._table, group.slots
+        shortage = pages.size - slots.num_free
+        if shortage > 0:
+            owners = disk.owners(group)
+            is_only_here = table.present[owners] == disk.bit
+            is_still = (table.busy[owners] | table.reserved[owners]) == 0
+            is_free = (table.num_refs[owners] == 0) | ~is_only_here
+            victims = self._choose(owners[is_still & is_free], shortage)
+            count = num_outranking(self.policy, table, pages[-shortage:], victims)
+            victims = victims[:count]
+            is_lost = table.present[victims] == disk.bit
+            self._copies.drop(disk, victims[~is_lost])
+            self._copies.drop_last(disk, victims[is_lost], NO_ROOM)
+        return min(pages.size, slots.num_free)
 
     def _make_spill_room(self, below: LevelPools, group: PoolGroup, count: int) -> int:
         """As ``make_cold_room``, but at the cost only of copies that a still colder level has too,

@@ -74,7 +74,7 @@ class Storage:
         self._backup = None
         self._is_write_behind = is_write_behind
         if disk is not None:
-            self._backup = Backup(table, tuple(levels), disk, self._escalation.send_below)
+            self._backup = Backup(table, tuple(levels), disk, self._escalation.back_up)
 
     # ------------------------------------------------------------------ locking
 
