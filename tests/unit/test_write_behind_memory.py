@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from coldpage import DeviceTierConfig, DiskTierConfig, HostTierConfig, KVCacheManager
 from coldpage.config import AttentionLayerConfig, BufferConfig, KVCacheManagerConfig
 from coldpage.testing.pattern_engine import PatternEngine
@@ -55,3 +57,19 @@ def test_what_leaves_hot_memory_waits_on_the_host(tmp_path: Path) -> None:
         assert places[0][2] > 0
         manager.check_integrity()
         assert engine.problems == []
+
+
+def test_a_flush_goes_on_where_staging_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coldpage.manager.levels.page_ring_bytes", lambda largest: 4 * largest)
+    tiers = DeviceTierConfig(200 * PAGE_BYTES), DiskTierConfig(str(tmp_path), 600 * PAGE_BYTES)
+    layer = AttentionLayerConfig(LayerId(0), (BufferConfig("key", PAGE_BYTES),))
+    with KVCacheManager(KVCacheManagerConfig(BLOCK, tiers, (layer,), 1.0)) as manager:
+        sequence = PatternEngine(manager).create()
+        assert sequence.resume()
+        assert sequence.step(list(range(150 * BLOCK)))
+        sequence.cache.close()
+        assert manager.flush(20.0) == 0
+        assert manager.stats().levels[1].used_slots == 150
+        manager.check_integrity()
