@@ -115,7 +115,7 @@ def loose_pool_group_indices(tree: Tree) -> list[str]:
         called = {id(n.func) for n in ast.walk(module.syntax) if isinstance(n, ast.Call)}
         for node in ast.walk(module.syntax):
             name = ""
-            if isinstance(node, ast.Name):
+            if isinstance(node, ast.Name) and node.id != "index":  # a fine name for a variable
                 name = node.id
             elif isinstance(node, ast.Attribute) and id(node) not in called:
                 name = node.attr
