@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -343,6 +344,45 @@ def test_a_copy_of_an_older_day_is_read_as_what_it_was(place: Make, tmp_path: Pa
     third = where.open()
     assert third.num_found(PROMPTS[0]) == 16, "by the old index"
     assert third.read(PROMPTS[0]) == 4, "and no slot vouches for it"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_walks_over_many_lives(place: Make, seed: int) -> None:
+    """Small disks, prompts that share beginnings, other quotas, indices that are there or not."""
+    rng = random.Random(seed)
+    where = place(
+        kind=rng.choice(["full", "mixed", "mixed-sizes", "window"]),
+        hot=14,
+        host=rng.choice([0, 6]),
+        disk2=rng.choice([0, 0, 8]),
+        separate_sinks=rng.random() < 0.4,
+        write_behind=rng.random() < 0.5,
+        instance_id="mine",
+    )
+    num_reused = 0
+    for _ in range(8):
+        session = where.open(disk=rng.choice([10, 14, 20]))
+        for _ in range(rng.randrange(1, 10)):
+            tokens = [rng.randrange(2), *range(9, 12), rng.randrange(3), *range(20, 23)]
+            tokens += [rng.randrange(3), *range(30, 30 + 4 * rng.randrange(1, 4) - 1)]
+            num_reused += session.num_found(tokens)
+            sequence = session.engine.create(tokens)
+            assert sequence.resume()
+            session.becomes_ready(sequence)
+            assert sequence.cache.missing_blocks() == []
+            assert sequence.step(tokens[sequence.cache.history_length :])
+            sequence.check()
+            sequence.cache.close()
+            for _ in range(rng.randrange(3)):
+                session.manager.poll()
+            session.check()
+        if rng.random() < 0.7:
+            session.manager.flush(rng.choice([0.0, 10.0]))
+        session.close()
+        for sidecar in where.path.parent.rglob(SIDECAR_NAME):
+            if rng.random() < 0.5:
+                sidecar.unlink()
+    assert num_reused > 0
 
 
 _CHILD = """
