@@ -108,10 +108,17 @@ class Escalation:
             # They have a copy on disk already, and memory is there to spare them that way.
             self._keep_in_memory(victims)
             victims = victims[(table.present[victims] & HOT_BIT) != 0]
-        is_redundant = (table.present[victims] & ~HOT_BIT) != 0
-        is_redundant |= table.is_missing[victims]
-        self._copies.drop(self._levels[HOT_LEVEL], victims[is_redundant])
-        rest: Int32Array = victims[~is_redundant]
+        return self._without_copies(victims)
+
+    def _without_copies(self, pages: Int32Array) -> Int32Array:
+        """Free the hot slots of pages that have copies elsewhere, or nothing in them; returns the
+        others. Asked again after each wait: what was on its way to disk may be there by then.
+        """
+        table = self._table
+        is_redundant = (table.present[pages] & ~HOT_BIT) != 0
+        is_redundant |= table.is_missing[pages]
+        self._copies.drop(self._levels[HOT_LEVEL], pages[is_redundant])
+        rest: Int32Array = pages[~is_redundant]
         return rest
 
     def _keep_in_memory(self, victims: Int32Array) -> None:
@@ -163,7 +170,7 @@ class Escalation:
             held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.HELD)
         droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
-        lost = np.concatenate([droppable, held])
+        lost = self._without_copies(np.concatenate([droppable, held]))
         self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
 
     @property
@@ -181,7 +188,7 @@ class Escalation:
         """Try the cold levels in order; ``losable`` is what each may drop, ``on_coldest`` what the
         last of them may. Returns the pages for which none has room.
         """
-        table = self._table
+        table, pages = self._table, self._without_copies(pages)
         for level in self._levels[1:]:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
