@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from coldpage.device.file import DIRECT_ALIGNMENT, BlockFile, Buffer
-from coldpage.testing.faulty_file import PowerCutFile
+from coldpage.testing.faulty_file import FaultyFile, PowerCutFile
 
 NUM_LANES = 16  # threads that may write at once
 NUM_FILES = 2
@@ -94,6 +94,14 @@ class WatchedPowerFile(PowerCutFile, _Watched):
         if self.after_write is not None:
             self.after_write()
         return num_written
+
+
+class WatchedFaultyFile(FaultyFile, _Watched):
+    """Notes which slots were begun to be written."""
+
+    def writev(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        self.note(offset)
+        super().writev(offset, buffers)
 
 
 def _sectors(offset: int, buffers: Sequence[Buffer]) -> list[tuple[int, memoryview]]:

@@ -25,7 +25,7 @@ Id = str
 # Where it was durable: file, slot, and how many writes of the slot had begun.
 Place = tuple[int, int, int]
 
-AMPLE_BLOCKS = 100  # all that the conversations have, and more
+AMPLE_BLOCKS = 200  # all that the conversations have, written twice, and more
 TIGHT_BLOCKS = 24
 NUM_KEYS = 60
 PAYLOAD_BYTES = 8192
@@ -58,6 +58,10 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def step(self) -> None:
         """One operation."""
+
+    @abc.abstractmethod
+    def check_integrity(self) -> None:
+        """Assert what must always hold."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -125,6 +129,9 @@ class ManagerWork(Work):
     def step(self) -> None:
         self._talker.step()
 
+    def check_integrity(self) -> None:
+        self._patterned.manager.check_integrity()
+
     def close(self) -> None:
         self._talker.close_all()
         self._patterned.close()
@@ -133,10 +140,10 @@ class ManagerWork(Work):
         self._patterned.abandon()
 
     def verify(self) -> set[Id]:
-        self._patterned.manager.check_integrity()
+        self.check_integrity()
         good = {_page_id(key, group) for key, group in self._patterned.read_all_slots()}
         self._patterned.read_all_conversations()
-        self._patterned.manager.check_integrity()
+        self.check_integrity()
         return good
 
 
@@ -215,6 +222,9 @@ class StoreWork(Work):
                     self.wrong.append(f"blob {seed}")
         return good
 
+    def check_integrity(self) -> None:
+        self._store.check_integrity()
+
     def close(self) -> None:
         self._store.close()
 
@@ -226,9 +236,9 @@ class StoreWork(Work):
         store._resources.close()
 
     def verify(self) -> set[Id]:
-        self._store.check_integrity()
+        self.check_integrity()
         good = self._get(list(range(NUM_KEYS)))
-        self._store.check_integrity()
+        self.check_integrity()
         return good
 
 
