@@ -107,7 +107,7 @@ def _files(num_tokens: int, directory: Path) -> list[Row]:
             "plain read",
             back,
             plain_read,
-            ">= 0.25",
+            ">= 0.15",
             notes={"mb_per_s": round(mb / np.median(back) * 1e3)},
         ),
     ]

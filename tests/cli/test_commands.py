@@ -88,6 +88,8 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         max_waiting=5000,
         pool_ratio="0.7, 0.3",
         instance_id="mine",
+        disk_admission="second-use",
+        disk_ttl=2.0,
         save_dir=str(tmp_path / "saved"),
         shutdown_budget=3.0,
     )
@@ -100,6 +102,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
     assert settings.pool_ratio == (0.7, 0.3)
     assert (settings.instance_id, settings.shutdown_budget_s) == ("mine", 3.0)
+    assert (settings.disk_admission, settings.disk_ttl_s) == ("second-use", 7200.0)
     assert settings.save_path == str(tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o700
 

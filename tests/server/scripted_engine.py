@@ -37,7 +37,7 @@ MODEL_NAME = "scripted/model"
 TIERS = (
     TierStats("hot", 1000, 400, 10, 4, 160),
     TierStats("host", 2000, 0, 20, 0, 320),
-    TierStats("disk", 4000, 4000, 40, 40, 640, 2, 5),
+    TierStats("disk", 4000, 4000, 40, 40, 640, 2, 5, "read_only"),
 )
 
 

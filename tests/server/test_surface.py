@@ -124,6 +124,9 @@ def test_metrics_show_the_tiers_and_what_clients_saw(
     assert server.metric('coldpage_moved_pages_total{path="hot-host"}') == 7.0
     assert server.metric('coldpage_reused_tokens_total{tier="host"}') == 48.0
     assert server.metric('coldpage_tier_quarantined_blocks{tier="disk"}') == 2.0
+    assert server.metric('coldpage_tier_state{state="read_only",tier="disk"}') == 1.0
+    assert server.metric('coldpage_tier_state{state="ok",tier="disk"}') == 0.0
+    assert server.metric('coldpage_tier_state{state="ok",tier="hot"}') == 1.0
     assert server.metric('coldpage_tier_dropped_pages_total{tier="disk"}') == 5.0
     assert families["coldpage_sessions"].documentation == "Idle named conversations that are kept."
     assert server.metric("coldpage_engine_up") == 1.0

@@ -12,6 +12,7 @@ from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.instance_commands import run_clean, run_inspect
 from coldpage.cli.serve_command import ServeFlags, check_model, run_serve
 from coldpage.cli.tiers import DEFAULT_TIERS
+from coldpage.config import DiskAdmission
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 
 __all__ = ["clean", "coldpage", "demo", "inspect", "serve", "verify"]
@@ -112,6 +113,19 @@ def _size_help(text: str, tier: str, resource: str) -> str:
     "--instance-id",
     metavar="ID",
     help="Under which name the disk tier finds what it held. [default: follows from the model]",
+)
+@click.option(
+    "--disk-admission",
+    type=click.Choice(tuple(admission.value for admission in DiskAdmission)),
+    default=DiskAdmission.ALWAYS.value,
+    show_default=True,
+    help="Which blocks are written to disk: all, or only those that were used twice.",
+)
+@click.option(
+    "--disk-ttl",
+    type=click.FloatRange(0, min_open=True),
+    metavar="HOURS",
+    help="Blocks on disk that nobody has used for so long are dropped. [default: never]",
 )
 @click.option(
     "--save-dir",

@@ -52,6 +52,8 @@ class ServeFlags:
     max_waiting: int = 64
     pool_ratio: str | None = None
     instance_id: str | None = None
+    disk_admission: str = "always"
+    disk_ttl: float | None = None  # hours
     save_dir: str | None = None
     shutdown_budget: float = 10.0
 
@@ -107,6 +109,8 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         max_waiting=flags.max_waiting,
         pool_ratio=None if flags.pool_ratio is None else parse_ratio(flags.pool_ratio),
         instance_id=flags.instance_id,
+        disk_admission=flags.disk_admission,
+        disk_ttl_s=None if flags.disk_ttl is None else 3600.0 * flags.disk_ttl,
         save_path=_save_path(flags.save_dir),
         shutdown_budget_s=flags.shutdown_budget,
     )

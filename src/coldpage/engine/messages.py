@@ -57,9 +57,10 @@ class EngineSettings(msgspec.Struct, frozen=True):
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
     positive. ``pool_ratio`` divides the hot bytes between the layer groups, in order of their ids.
-    ``instance_id`` None follows from the model. ``save_path`` None: sessions can not be saved.
-    ``shutdown_budget_s`` bounds the time in which a clean stop writes to disk what is only in
-    memory.
+    ``instance_id`` None follows from the model. ``disk_admission`` is the value of a DiskAdmission;
+    pages on disk that nobody has used for ``disk_ttl_s`` are dropped, None: never. ``save_path``
+    None: sessions can not be saved. ``shutdown_budget_s`` bounds the time in which a clean stop
+    writes to disk what is only in memory.
     """
 
     hot_bytes: int
@@ -73,6 +74,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     max_waiting: int = 64
     pool_ratio: tuple[float, ...] | None = None
     instance_id: str | None = None
+    disk_admission: str = "always"
+    disk_ttl_s: float | None = None
     save_path: str | None = None
     shutdown_budget_s: float = 10.0
 
@@ -177,6 +180,7 @@ class TierStats(msgspec.Struct, frozen=True):
     capacity_tokens: int
     quarantined_blocks: int = 0  # of slots that failed and are not used again, rounded up
     dropped_pages: int = 0  # lost for good while this level had the only copy, since the start
+    state: str = "ok"  # of a disk that fails "read_only" or "off"
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

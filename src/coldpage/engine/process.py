@@ -18,7 +18,13 @@ from typing import Final
 
 import msgspec
 
-from coldpage.config import CacheTierConfig, DeviceTierConfig, DiskTierConfig, HostTierConfig
+from coldpage.config import (
+    CacheTierConfig,
+    DeviceTierConfig,
+    DiskAdmission,
+    DiskTierConfig,
+    HostTierConfig,
+)
 from coldpage.engine.admission import EngineLimits
 from coldpage.engine.assembly import build_manager, choose_dtype, served_model
 from coldpage.engine.intake import Intake
@@ -58,6 +64,8 @@ def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
                 settings.disk_bytes,
                 instance_id=settings.instance_id,
                 write_behind=True,
+                time_to_live_s=settings.disk_ttl_s,
+                admission=DiskAdmission(settings.disk_admission),
             )
         )
     return tuple(tiers)

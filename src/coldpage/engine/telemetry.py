@@ -36,6 +36,7 @@ def tier_stats(manager: KVCacheManager) -> tuple[TierStats, ...]:
             capacity_tokens=level.capacity_tokens,
             quarantined_blocks=-(-level.quarantined_slots // pages_of_block),
             dropped_pages=level.dropped_pages,
+            state=level.state,
         )
         for level in manager.stats().levels
     )

@@ -18,6 +18,7 @@ _FIRST_TOKEN_BUCKETS_S: Final = (
     *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0),
 )
 _TOKEN_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_STATES: Final = ("ok", "read_only", "off")
 _RESTORE_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
@@ -125,6 +126,15 @@ class EngineCollector(Collector):
             for tier in tiers:
                 family.add_metric((tier.name,), value_of(tier))
             yield family
+        healthy = GaugeMetricFamily(
+            "coldpage_tier_state",
+            "1 for the state a tier is in: a disk that fails is read_only or off for a while.",
+            labels=("tier", "state"),
+        )
+        for tier in tiers:
+            for state in _STATES:
+                healthy.add_metric((tier.name, state), float(tier.state == state))
+        yield healthy
         yield _labelled_counter(
             "tier_dropped_pages",
             "Pages lost for good while a tier had their only copy.",
