@@ -142,13 +142,27 @@ def test_what_was_used_last_is_given_up_last(place: Make) -> None:
     assert [second.num_found(tokens) for tokens in PROMPTS] == [16, 0, 16]
 
 
+def test_after_a_scan_the_ends_of_prompts_are_given_up_and_new_ones_are_not(place: Make) -> None:
+    """All that is known is in which order pages were written: beginnings first."""
+    where = place(hot=16, disk=12)
+    first = where.open()
+    first.put(*PROMPTS)
+    assert first.manager.flush(10.0) == 0
+    first.close()
+    _is_removed(where)
+    second = where.open()
+    second.put(prompt(2, 9))
+    assert second.manager.flush(10.0) == 0
+    assert sorted(second.num_found(tokens) for tokens in PROMPTS) == [8, 16, 16]
+    assert second.num_found(prompt(2, 9)) == 8
+
+
 def test_two_disk_tiers_are_one_tree(place: Make) -> None:
     """Blocks of one sequence lie on both, in any order, and some on both."""
     where = place(hot=4, disk2=6, disk=20)
     first = where.open()
     first.put(*PROMPTS)
-    first.manager.flush(10.0)
-    first.manager.finish_transfers()
+    assert first.manager.flush(10.0) == 0, "what the first disk has no room for is on the second"
     num_found = [first.num_found(tokens) for tokens in PROMPTS]
     assert first.used[1] > 0 < first.used[2]
     on_disk = first.keys()
@@ -178,6 +192,8 @@ def test_first_blocks_on_the_colder_of_two_disks_are_found(place: Make) -> None:
     assert second.num_found(tokens) == 16
     assert second.used == [0, 2, 2], "one copy of a page is enough"
     assert second.read(tokens) == 0
+    assert second.manager.flush(10.0) == 0
+    assert second.moved("hot-disk") == second.moved("hot-disk2") == 0
 
 
 _OTHERS: dict[str, dict[str, object]] = {

@@ -240,8 +240,7 @@ def test_a_part_that_was_flushed_is_the_beginning(
     session = where.open()
     session.put(prompt(40))
     storage = session.manager._storage
-    backup = storage._backup
-    assert backup is not None
+    (backup,) = storage._backups
     backup.note_all(storage._escalation.policy)
     for _ in range(3):  # as if the time had been over then
         storage._advance_backup(backup)

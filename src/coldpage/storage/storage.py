@@ -70,11 +70,13 @@ class Storage:
             self.copies, moves, self._escalation, device.io, self.finish_transfers
         )
         self._num_locked: Int64Array = np.zeros(len(self._hot.groups), np.int64)
-        disk = next((level for level in levels if level.is_disk), None)
-        self._backup = None
-        self._is_write_behind = is_write_behind
-        if disk is not None:
-            self._backup = Backup(table, tuple(levels), disk, self._escalation.back_up)
+        self._backups = [
+            Backup(table, tuple(levels), disk, self._escalation.back_up)
+            for disk in levels
+            if disk.is_disk
+        ]
+        # Writing behind is for the first of them.
+        self._behind = self._backups[0] if is_write_behind and self._backups else None
 
     # ------------------------------------------------------------------ locking
 
@@ -117,8 +119,8 @@ class Storage:
         table.touch(pages)
         # A blank page waiting to be recomputed is not worth moving.
         self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
-        if self._backup is not None and self._is_write_behind:
-            self._backup.note(unlocked)
+        if self._behind is not None:
+            self._behind.note(unlocked)
 
     def _distrust(self, pages: Int32Array, error: DeviceError) -> None:
         """Work that failed may have torn hot pages. Those that have another copy were whole before,
@@ -275,7 +277,6 @@ class Storage:
         table.present[pages] |= level.bit
         table.slot[level.level, pages] = slots
         group.slots.adopt(slots, pages)
-        table.clock = max(table.clock, int(pages.size))
 
     def name(self, pages: Int32Array) -> None:
         """The pages, which active sequences hold, belong to committed blocks from now on. Copies on
@@ -385,8 +386,8 @@ class Storage:
         self._escalation.spill()
         if self._free_watermark:
             self._escalation.keep_free(self._free_watermark)
-        if self._backup is not None and self._is_write_behind:
-            self._advance_backup(self._backup)
+        if self._behind is not None:
+            self._advance_backup(self._behind)
         for level in self.levels:
             if level.is_disk:
                 level.disk.poll()
@@ -447,8 +448,7 @@ class Storage:
         there or the time is over. Blocks. Returns how many are left, or not known to be durable.
         """
         deadline_s = time.monotonic() + budget_s
-        backup, durable = self._backup, np.uint8(0)
-        if backup is not None:
+        for backup in self._backups:  # a colder disk gets what the one before has no room for
             backup.note_all(self._escalation.policy)
             while time.monotonic() < deadline_s:
                 self._advance_backup(backup)
@@ -456,9 +456,10 @@ class Storage:
                 if not self._num_writes_in_flight and not backup.num_waiting:
                     break
                 self._drain()
-            for level in self.levels:
-                if level.is_disk and level.disk.sync():
-                    durable |= level.bit
+        durable = np.uint8(0)
+        for level in self.levels:
+            if level.is_disk and level.disk.sync():
+                durable |= level.bit
         table = self.table
         is_left = (table.node != 0) & ((table.present & durable) == 0)
         return int(np.count_nonzero(is_left & ~table.is_missing))
