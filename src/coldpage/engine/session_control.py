@@ -209,11 +209,14 @@ class SessionControl:
                 return None
             sentence = "The hot level has no room for the session now; try again later."
             raise _Refused(503, "hot_level_full", sentence)
+        num_tokens, lost = kv_cache.history_length, kv_cache.missing_blocks()
+        if lost:  # a restore ends before them
+            num_tokens = lost[0] * self._manager.tokens_per_block
         return SessionDone(
             command.request_id,
             self._sessions.number(key),
             key.name,
-            kv_cache.history_length,
+            num_tokens,
             num_bytes,
             1000.0 * (time.perf_counter() - started_s),
         )
