@@ -58,6 +58,7 @@ class CheckedManager:
         self.manager: KVCacheManager = build_manager(
             setup, self.device, Path(self._directory.name) / "disk"
         )
+        self._slow_down_time()
         self.engine = PatternEngine(self.manager, view=high_bits if setup.is_lossy else None)
         self.watcher = Watcher(self.manager)
         self.levels = Levels(setup, self.manager)
@@ -73,9 +74,26 @@ class CheckedManager:
         self._with_holes: set[PatternSequence] = set()  # whose losses become holes
         # Where each sequence was ready; it must say so again as long as its pages did not change.
         self._ready: set[PatternSequence] = set()
-        self._had_failures = False
+        # Late reads are failures.
+        self._had_failures = setup.read_deadline_rounds > 0
         self._num_lost = 0
         self._num_checks = 0
+
+    def _slow_down_time(self) -> None:
+        """Disks go by the rounds of the simulated device, so that a seed repeats a walk."""
+
+        def clock() -> float:
+            return float(self.device._world._round)
+
+        storage = self.manager._storage
+        if storage._disk_moves is not None:
+            storage._disk_moves.end.clock = clock
+        for level in storage.levels:
+            if level.is_disk:
+                health, sync = level.disk.health, level.disk._sync
+                health._writes._clock = health._reads._clock = clock
+                assert sync is not None
+                sync._clock = clock
 
     # ------------------------------------------------------------------ faults
 

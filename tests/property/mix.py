@@ -38,6 +38,11 @@ SETUPS = {
     "disk only, roomy": Setup(
         "mixed-sizes", 4, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True, watermark=0.3
     ),
+    "written behind": Setup("mixed", 2, 8, 6, 24, disk_codec="padding", write_behind=True),
+    "written behind, late": Setup(
+        "full", 2, 8, 0, 20, write_behind=True, read_deadline_rounds=4, is_ring_tiny=True
+    ),
+    "late": Setup("mixed-sizes", 2, 8, 6, 24, codec="padding", read_deadline_rounds=4),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
     "nothing cold": Setup("full", 2, 10),
 }

@@ -128,6 +128,9 @@ class Setup:
     has_constraints: bool = False
     has_pool_ratio: bool = False
     max_sequences: int = 6
+    write_behind: bool = False
+    # After so many rounds of the simulated device a read from disk is late; 0: it never is.
+    read_deadline_rounds: int = 0
 
     @property
     def has_windows(self) -> bool:
@@ -205,7 +208,16 @@ class Setup:
             if medium == "host":
                 tiers.append(HostTierConfig(quota, codec))
             else:
-                tiers.append(DiskTierConfig(str(directory), quota, codec))
+                deadline = self.read_deadline_rounds or 1e9
+                tiers.append(
+                    DiskTierConfig(
+                        str(directory),
+                        quota,
+                        codec,
+                        write_behind=self.write_behind,
+                        read_deadline_s=deadline,
+                    )
+                )
         num_groups = len(self.layout.layer_groups)
         need = KVCacheDesc(2 * self.per_block, self.per_block)
         return KVCacheManagerConfig(

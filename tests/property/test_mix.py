@@ -67,6 +67,7 @@ TOTALS = (
     "device: failed submissions",
     "device: late I/O jobs",
     "dropped_pages",
+    "late_reads",
     "lost_held_pages",
     "masked_pages",
     "planned_drops",

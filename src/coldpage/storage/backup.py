@@ -86,6 +86,8 @@ class Backup:
             self._send_cold(pages[~is_hot])
             refused.append(self._refused(pages))
         if refused and (again := np.concatenate(refused)).size:
+            _, first = np.unique(again, return_index=True)  # a page may have been noted twice
+            again = again[np.sort(first)]
             self._noted.appendleft((again, self._table.version[again].copy()))
 
     def _refused(self, pages: Int32Array) -> Int32Array:
