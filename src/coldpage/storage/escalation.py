@@ -92,19 +92,21 @@ class Escalation:
             victims = np.concatenate([victims, held])
         else:
             victims = self._choose(candidates, shortage)
-        self._offload(self._drop_redundant(victims))
+        self._offload(self._without_copies(victims))
         return group.slots.num_free >= count
 
     def _choose(self, pages: Int32Array, count: int) -> Int32Array:
         return least_valuable(self._policy, self._table, pages, count)
 
-    def _drop_redundant(self, victims: Int32Array) -> Int32Array:
-        """Free the hot slots of victims that lose nothing by it; returns the others."""
+    def _without_copies(self, pages: Int32Array) -> Int32Array:
+        """Free the hot slots of pages that have copies elsewhere, or nothing in them; returns the
+        others. Asked again after each wait: what was on its way to disk may be there by then.
+        """
         table = self._table
-        is_redundant = (table.present[victims] & ~HOT_BIT) != 0
-        is_redundant |= table.is_missing[victims]
-        self._copies.drop(self._levels[HOT_LEVEL], victims[is_redundant])
-        rest: Int32Array = victims[~is_redundant]
+        is_redundant = (table.present[pages] & ~HOT_BIT) != 0
+        is_redundant |= table.is_missing[pages]
+        self._copies.drop(self._levels[HOT_LEVEL], pages[is_redundant])
+        rest: Int32Array = pages[~is_redundant]
         return rest
 
     def keep_free(self, fraction: float) -> None:
@@ -114,7 +116,7 @@ class Escalation:
         for group in self._levels[HOT_LEVEL].groups:
             shortage = int(fraction * group.slots.num_slots) - group.slots.num_free
             if shortage > 0 and len(self._levels) > 1:
-                victims = self._drop_redundant(self._choose(self.evictable(group), shortage))
+                victims = self._without_copies(self._choose(self.evictable(group), shortage))
                 is_held = self._table.num_refs[victims] > 0
                 for some in (victims[is_held], victims[~is_held]):
                     self._send_down(some, Losable.NOTHING, Losable.DROPPABLE, may_wait=False)
@@ -138,7 +140,7 @@ class Escalation:
             held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.HELD)
         droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
-        lost = np.concatenate([droppable, held])
+        lost = self._without_copies(np.concatenate([droppable, held]))
         self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
 
     @property
@@ -156,7 +158,7 @@ class Escalation:
         """Try the cold levels in order; ``losable`` is what each may drop, ``on_coldest`` what the
         last of them may. Returns the pages for which none has room.
         """
-        table = self._table
+        table, pages = self._table, self._without_copies(pages)
         for level in self._levels[1:]:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
