@@ -98,6 +98,7 @@ def _check(report: Report, num_operations: int, scale: float = 1.0) -> None:
     assert set(report.paths) <= {*PATHS, *TRANSCODED}, "a path that nobody has thought of"
 
 
+@pytest.mark.timeout(600)  # some forty seconds where nothing else runs
 def test_ten_thousand_operations(capsys: pytest.CaptureFixture[str]) -> None:
     tasks = tasks_of(SEED, NUM_OPERATIONS, OPERATIONS_A_WALK)
     assert {task.name for task in tasks} == set(SETUPS)
