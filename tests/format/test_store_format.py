@@ -16,6 +16,7 @@ from coldpage.device.file import BlockFile
 from coldpage.device.io import ThreadedIo
 from coldpage.device.progress import Progress
 from coldpage.errors import StorageError
+from coldpage.snapshot.format import HEAD_BYTES
 from coldpage.store import InstanceDirectory, SlotFile, recover, slot_bytes_of
 from coldpage.store.sidecar import ENTRY, SIDECAR_NAME
 from coldpage.types import PageClass
@@ -155,7 +156,7 @@ def test_the_documents_tables_leave_no_byte_out() -> None:
     """Each row begins where the one before ends, as far as they are plain numbers."""
     text = _DOCUMENT.read_text(encoding="utf-8")
     tables = re.findall(r"\| offset \| bytes \| field \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", text)
-    assert len(tables) == 3
+    assert len(tables) == 4
     ends = []
     for table in tables:
         end = 0
@@ -163,4 +164,4 @@ def test_the_documents_tables_leave_no_byte_out() -> None:
             assert int(offset) == end
             end += int(num_bytes)
         ends.append(end)
-    assert ends == [160, 48, ENTRY.itemsize]
+    assert ends == [160, 48, ENTRY.itemsize, HEAD_BYTES]
