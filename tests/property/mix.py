@@ -28,21 +28,27 @@ SETUPS = {
     "transcoded to disk": Setup("many", 2, 8, 8, 30, disk_codec="padding", separate_sinks=True),
     "one codec, three levels": Setup("many", 4, 8, 8, 24, codec="slow", is_ring_tiny=True),
     "sinks apart, sizes": Setup(
-        "mixed-sizes", 2, 10, 10, 20, codec="padding", separate_sinks=True, has_constraints=True
+        "mixed-sizes",
+        2,
+        10,
+        10,
+        20,
+        codec="padding",
+        separate_sinks=True,
+        has_constraints=True,
+        write_behind=True,
+        watermark=0.1,
     ),
     "lossy, sinks whole": Setup(
         "mixed", 2, 8, 10, 20, codec="coarse-body", separate_sinks=True, watermark=0.2
     ),
     "lossy on disk": Setup("full", 2, 8, 8, 20, disk_codec="coarse", max_util=1.0),
-    "disk only": Setup("full", 3, 8, 0, 20, codec="device-index", watermark=0.1),
+    "disk only, late": Setup(
+        "full", 3, 8, 0, 20, codec="device-index", write_behind=True, read_deadline_rounds=4
+    ),
     "disk only, roomy": Setup(
         "mixed-sizes", 4, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True, watermark=0.3
     ),
-    "written behind": Setup("mixed", 2, 8, 6, 24, disk_codec="padding", write_behind=True),
-    "written behind, late": Setup(
-        "full", 2, 8, 0, 20, write_behind=True, read_deadline_rounds=4, is_ring_tiny=True
-    ),
-    "late": Setup("mixed-sizes", 2, 8, 6, 24, codec="padding", read_deadline_rounds=4),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
     "nothing cold": Setup("full", 2, 10),
 }
