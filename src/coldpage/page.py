@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from coldpage.types import HOT_LEVEL, NO_PAGE, Int32Array, PageStatus, Priority
 
-__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "PageTable"]
+__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "RETAINED_PRIORITY", "PageTable"]
 
 DEFAULT_PRIORITY: Final = Priority(35)
+# Of what is kept on purpose: it goes after everything else, and no time to live ends it.
+RETAINED_PRIORITY: Final = Priority(100)
 HOT_BIT: Final = np.uint8(1 << HOT_LEVEL)
 _INITIAL_ROWS: Final = 1024
 

@@ -143,6 +143,7 @@ def test_every_setting_reaches_the_engine(http: httpx.Client) -> None:
         ignore_eos=True,
         session="a conversation",
         cache_salt="a tenant",
+        retain=True,
         a_field_of_tomorrow={"x": 1},
         presence_penalty=0.0,
         logprobs=False,
@@ -161,6 +162,7 @@ def test_every_setting_reaches_the_engine(http: httpx.Client) -> None:
     }
     assert request["session"] == "a conversation"
     assert request["salt"] == "a tenant"
+    assert request["retain"] is True
 
 
 def test_what_a_request_leaves_out_gets_openais_defaults(http: httpx.Client) -> None:

@@ -23,6 +23,7 @@ PUBLIC_NAMES = {
     "ColdPageCodec",
     "DeviceArray",
     "DeviceTierConfig",
+    "DiskAdmission",
     "DiskTierConfig",
     "DroppedBlocks",
     "HalfOpenRange",

@@ -82,6 +82,7 @@ class Intake:
             received_at_s=received_at_s,
             session=message.session,
             scope=ReuseScope(salt=message.salt),
+            retain=message.retain,
         )
 
     def _refuse(self, message: Generate, status: int, code: str, sentence: str) -> None:

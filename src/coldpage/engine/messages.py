@@ -109,6 +109,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     token_ids: tuple[int, ...] | None = None
     session: str | None = None
     salt: str = ""
+    retain: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from coldpage.engine.admission import common_prefix_tokens
 from coldpage.engine.requests import LiveRequest
 from coldpage.engine.sessions import SessionStore
+from coldpage.page import RETAINED_PRIORITY
 from coldpage.sequence import KVCacheStatus
 from coldpage.types import Int32Array
 
@@ -91,6 +92,8 @@ class CacheOpener:
         # Logits come from computing the last token, so it is never taken from the cache.
         if kv.history_length >= live.num_tokens:
             kv.truncate(live.num_tokens - 1)
+        if live.request.retain:
+            kv.raise_priority(RETAINED_PRIORITY)
         live.kv = kv
         live.num_matched_tokens = kv.history_length
         if live.first_token_at_s is None:

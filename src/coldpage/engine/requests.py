@@ -45,6 +45,7 @@ class GenerationRequest:
     received_at_s: float
     session: str | None = None
     scope: ReuseScope = field(default_factory=ReuseScope)
+    retain: bool = False  # keep its pages before those of others
 
     @property
     def session_key(self) -> SessionKey | None:

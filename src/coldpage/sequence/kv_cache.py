@@ -514,6 +514,13 @@ class KVCache:
         pages = self._table.pages[:, first_block:].ravel()
         self._storage.plan_drop(pages[pages != NO_PAGE])
 
+    def raise_priority(self, priority: Priority) -> None:
+        """Give up other sequences' pages before this one's, those still to come included."""
+        self._check_open()
+        self._priority = max(self._priority, priority)
+        pages, table = self._table.live_pages(), self._storage.table
+        table.priority[pages] = np.maximum(table.priority[pages], priority)
+
     def fill_missing(self, ordinals: Sequence[BlockOrdinal]) -> None:
         """The pages of these blocks have been recomputed and are good again."""
         self._check_status(KVCacheStatus.ACTIVE, "fill_missing")

@@ -123,6 +123,7 @@ def _generation_routes(client: EngineClient) -> APIRouter:
             messages=body.chat_messages,
             session=body.session,
             salt=body.cache_salt or "",
+            retain=body.retain,
         )
         shape = ChatShape(answer_id, model.model_name, include_usage=body.include_usage)
         return await answer(request, body, client.open(generate), shape)
@@ -145,6 +146,7 @@ def _generation_routes(client: EngineClient) -> APIRouter:
             token_ids=None if isinstance(prompt, str) else prompt,
             session=body.session,
             salt=body.cache_salt or "",
+            retain=body.retain,
         )
         shape = CompletionShape(answer_id, model.model_name, include_usage=body.include_usage)
         return await answer(request, body, client.open(generate), shape)

@@ -151,7 +151,9 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both generating endpoints take. ``session`` and ``cache_salt`` are coldpage's own."""
+    """What both generating endpoints take. ``session``, ``cache_salt`` and ``retain`` are coldpage's
+    own.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -167,6 +169,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     session: _Name | None = Field(None, description="a name for the conversation; never needed")
     cache_salt: _Name | None = Field(None, description="share cached prefixes only under this salt")
+    retain: bool = Field(False, description="keep the cache of this conversation before others'")
     n: Annotated[int | None, _only(None, 1, sentence="only n = 1 is supported")] = None
     presence_penalty: _Penalty = None
     frequency_penalty: _Penalty = None

@@ -16,7 +16,7 @@ from coldpage.errors import DeviceError, SubmissionError
 from coldpage.events import StorageEvents
 from coldpage.eviction import PriorityLru
 from coldpage.migration import CodecMoves, DiskMoves, Settlement
-from coldpage.page import HOT_BIT, PageTable
+from coldpage.page import HOT_BIT, RETAINED_PRIORITY, PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
 from coldpage.storage.copies import BAD_DISK, EXPIRED, FAILED_WORK, PLANNED, PageCopies
@@ -401,6 +401,7 @@ class Storage:
             return
         table = self.table
         is_old = (table.last_use_ns < limit_ns) & (table.node != 0) & (table.num_refs == 0)
+        is_old &= table.priority < RETAINED_PRIORITY
         pages = np.flatnonzero(is_old & ((table.present & level.bit) != 0)).astype(np.int32)
         if pages.size:
             self.events.totals["expired_pages"] += int(pages.size)
