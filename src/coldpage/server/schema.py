@@ -151,9 +151,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both generating endpoints take. ``session``, ``cache_salt`` and ``retain`` are coldpage's
-    own.
-    """
+    """What both generating endpoints take; ``session``, ``cache_salt`` and ``retain`` are extras."""
 
     model_config = ConfigDict(frozen=True)
 
