@@ -151,7 +151,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both generating endpoints take; ``session``, ``cache_salt`` and ``retain`` are extras."""
+    """What both generating endpoints take. Three fields are coldpage's own: see the README."""
 
     model_config = ConfigDict(frozen=True)
 
