@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from coldpage.cli.instances import InstanceReport, look_at_instances, remove_instance
@@ -33,25 +34,22 @@ def run_inspect(path: str | None, console: Console, *, as_json: bool) -> None:
 
 def _table(reports: list[InstanceReport]) -> Table:
     table = Table(show_edge=False)
-    table.add_column("instance", overflow="fold")
-    table.add_column("model", overflow="fold")
-    table.add_column("codec", overflow="fold")
+    table.add_column("instance, codec, model", overflow="fold")
     for name in ("blocks", "tokens", "on disk", "damaged"):
-        table.add_column(name, justify="right")
-    table.add_column("oldest", overflow="fold")
-    table.add_column("open in", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("oldest page", no_wrap=True)
     for report in reports:
         damaged = "-" if report.num_damaged is None else f"{report.num_damaged:,}"
+        what = [report.instance_id, report.codec, f"model {report.model or 'unknown'}"]
+        if report.locked_by:
+            what.append(f"open in {report.locked_by}")
         table.add_row(
-            report.instance_id,
-            report.model or "unknown",
-            report.codec,
+            escape("\n".join(what)),
             f"{report.num_blocks:,}",
             f"{report.num_tokens:,}",
             format_bytes(report.disk_bytes),
             damaged,
-            report.oldest,
-            report.locked_by,
+            report.oldest[:16].replace("T", " "),  # to the minute
         )
     return table
 
