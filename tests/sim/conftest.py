@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.property.driver import Driver
 from tests.property.setups import Setup
+from tests.sim.persistent import Place
 from tests.sim.rig import Rig
 from tests.sim.scenes import PER_BLOCK, Make
 
@@ -47,3 +49,17 @@ def build() -> Iterator[Callable[..., Rig]]:
     finally:
         for rig in rigs:
             rig.abandon()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[..., Place]]:
+    """Makes places for managers that follow each other, and closes what is open at the end."""
+    places: list[Place] = []
+
+    def make(**settings: object) -> Place:
+        places.append(Place(tmp_path / f"tier{len(places)}", **settings))
+        return places[-1]
+
+    yield make
+    for made in places:
+        made.close()

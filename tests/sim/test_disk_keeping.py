@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -15,19 +14,6 @@ from tests.sim.persistent import DISK, PER_BLOCK, Place, Session, prompt
 
 Make = Callable[..., Place]
 TTL_S = 0.4
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Make]:
-    places: list[Place] = []
-
-    def make(**settings: object) -> Place:
-        places.append(Place(tmp_path / f"tier{len(places)}", **settings))
-        return places[-1]
-
-    yield make
-    for made in places:
-        made.close()
 
 
 def _polled(session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,6 @@ from tests.property.setups import Setup, build_manager, simulated
 from tests.sim.persistent import DISK, PER_BLOCK, Place, Session, prompt, sick_files
 
 Make = Callable[..., Place]
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Make]:
-    places: list[Place] = []
-
-    def make(**settings: object) -> Place:
-        places.append(Place(tmp_path / f"tier{len(places)}", **settings))
-        return places[-1]
-
-    yield make
-    for made in places:
-        made.close()
 
 
 def _polled(session: Session) -> None:
