@@ -19,10 +19,13 @@ from coldpage import (
     KVCacheManagerConfig,
     OutOfPagesError,
 )
+from coldpage.copy_engine import copy_slots
 from coldpage.device.base import Stream
+from coldpage.migration import codec_moves
 from coldpage.storage.escalation import Escalation
 from coldpage.testing.example_codecs import PaddingCodec
-from coldpage.types import CacheLevel
+from coldpage.testing.page_codec import HotPages
+from coldpage.types import CacheLevel, Int32Array, LifeCycleId
 from tests.property.setups import layers_of
 from tests.sim.scenes import (
     PER_BLOCK,
@@ -274,3 +277,58 @@ def test_waiting_for_what_can_not_be_ends(build: Build) -> None:
         first.cache.synchronize()
     hungry.cache.suspend()
     first.cache.synchronize()
+
+
+class _Alone(PaddingCodec):
+    """Every life cycle is a batching class of its own, as it is unless a codec says otherwise."""
+
+    codec_id = "alone"
+
+    def representative(self, hot: HotPages) -> LifeCycleId:
+        return hot.life_cycle.life_cycle_id
+
+
+def test_raw_copies_ask_no_codec_which_pages_go_together(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One submission a pool group, whatever the codec says of its own calls."""
+    sizes: list[int] = []
+
+    def count(dst_pools: object, dst_slots: Int32Array, *rest: object) -> None:
+        sizes.append(int(dst_slots.size))
+        copy_slots(dst_pools, dst_slots, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(codec_moves, "copy_slots", count)
+    rig = build(hot=4, host=4, host2=40, kind="many", codec=_Alone)
+    sequence = suspended(rig, prompt(4, 1))
+    push_out(rig, 4)
+    num_encodes = len(rig.codecs["manager"].sizes("encode"))
+    assert num_encodes == len(rig.layout.layer_groups), "calls of the codec are by life cycle"
+    rig.manager.poll()
+    assert len(sizes) == 1
+    assert sizes[0] > 1
+    resumed(rig, sequence)
+
+
+class _FailingObserver:
+    def on_stored(self, event: object) -> None:
+        raise ValueError("an observer's bug")
+
+    on_moved = on_dropped = on_stored
+
+
+def test_an_observer_that_fails_is_logged_and_changes_nothing(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = build(hot=4, host=2)
+    rig.manager.add_observer(_FailingObserver())
+    sequences = [suspended(rig, prompt(4, first)) for first in range(3)]
+    rig.check()
+    assert totals(rig, "lost_held_pages") > 0
+    assert "an observer of the cache failed" in caplog.text
+    for sequence in sequences:
+        assert sequence.resume()
+        sequence.cache.synchronize()
+        sequence.recompute()
+        sequence.check()
+        sequence.cache.suspend()
