@@ -133,10 +133,11 @@ def test_bytes_that_never_become_a_character_do_not_hold_up_the_answer() -> None
 def test_the_first_word_of_an_answer_keeps_its_space() -> None:
     tokenizer = TOKENIZERS["space_marker"]
     prompt = tokenizer("The quick", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
-    assert whole[: len(prompt)] == prompt
+    # Not what is left of the whole text's tokens: which pairs training merges is not always the same,
+    # and one may reach over the end of the prompt.
+    answer = tokenizer("brown fox", add_special_tokens=False)["input_ids"]
     stream = IncrementalText(tokenizer, prompt_tail=prompt)
-    pieces = [stream.push(t)[0] for t in whole[len(prompt) :]]
+    pieces = [stream.push(t)[0] for t in answer]
     assert "".join(pieces) + stream.flush() == " brown fox"
 
 
