@@ -133,7 +133,7 @@ def test_bytes_that_never_become_a_character_do_not_hold_up_the_answer() -> None
 def test_the_first_word_of_an_answer_keeps_its_space() -> None:
     tokenizer = TOKENIZERS["space_marker"]
     prompt = tokenizer("The quick", add_special_tokens=False)["input_ids"]
-    # Not what is left of the whole text's tokens: which pairs training merges is not always the same,
+    # Not the rest of the whole text's tokens: which pairs training merges is not always the same,
     # and one may reach over the end of the prompt.
     answer = tokenizer("brown fox", add_special_tokens=False)["input_ids"]
     stream = IncrementalText(tokenizer, prompt_tail=prompt)
