@@ -394,7 +394,3 @@ class CodecMoves:
         """Block until everything enqueued here has completed."""
         self.offload_stream.synchronize()
         self.onboard_stream.synchronize()
-
-    def close(self) -> None:
-        """Free what codec calls needed. Nothing may be in flight."""
-        self._calls.close()
