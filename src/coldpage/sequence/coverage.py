@@ -72,9 +72,15 @@ class Coverage:
         entries[is_left] = NO_PAGE
         return left
 
-    def fill_from(self, history_length: int) -> None:
+    def fill_from(self, history_length: int) -> _Entries:
         """The block that position ``history_length`` falls into, and all after it, will be written:
-        they can be no holes.
+        they can be no holes. Returns what they were, for ``reopen_holes``.
         """
-        first = history_length // self._context.tokens_per_block
-        self._table.is_hole[:, first:] = False
+        tail = self._table.is_hole[:, history_length // self._context.tokens_per_block :]
+        before = tail.copy()
+        tail[:] = False
+        return before
+
+    def reopen_holes(self, before: _Entries) -> None:
+        """Undo ``fill_from``; the table has as many blocks as it had then."""
+        self._table.is_hole[:, self._table.num_blocks - before.shape[1] :] = before

@@ -341,13 +341,12 @@ class KVCache:
                 f"{max_capacity:,}: give it more room"
             )
         old_capacity = self._capacity
-        was_hole = self._table.is_hole.copy()
-        self._coverage.fill_from(history)
+        were_holes = self._coverage.fill_from(history)
         if not (
             self._grant_writing(history) and self._grow(capacity) and self._fill_lacking(history)
         ):
             self._cut_capacity(old_capacity)
-            self._table.is_hole[:] = was_hole
+            self._coverage.reopen_holes(were_holes)
             return False
         self._history_length = history
         self._cut_capacity(capacity)
