@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NewType, Protocol
 
 import numpy as np
@@ -150,7 +150,12 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """``size`` items in device memory from ``address`` on; the reader knows their dtype."""
+    """``size`` items in device memory from ``address`` on; the reader knows their dtype.
+
+    ``host`` is the array they are uploaded from, where the host has it: valid as long as a host
+    array in its place would be, so only until the call that passes it returns.
+    """
 
     address: MemAddress
     size: int
+    host: npt.NDArray[np.generic] | None = field(default=None, repr=False, compare=False)

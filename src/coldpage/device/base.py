@@ -18,18 +18,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.types import ByteRange, Int64Array, MemAddress
+from coldpage.types import ByteRange, DeviceArray, Int64Array, MemAddress
 
 __all__ = [
     "Accesses",
     "Completion",
     "Device",
+    "DeviceBytes",
     "Event",
     "IoBatch",
     "IoExecutor",
     "IoJob",
     "Memory",
     "MemoryKind",
+    "PageParts",
     "Stream",
 ]
 
@@ -42,6 +44,41 @@ class MemoryKind(enum.Enum):
 
     DEVICE = "device"
     PINNED = "pinned"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageParts:
+    """How pages that are copied lie on both sides, as int64 columns [num_parts]: part ``p`` of the
+    page in slot ``s`` is the ``num_bytes[p]`` bytes at ``base[p] + s * stride_bytes[p]``.
+    """
+
+    dst_base: Int64Array
+    dst_stride_bytes: Int64Array
+    src_base: Int64Array
+    src_stride_bytes: Int64Array
+    num_bytes: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes [num_rows, num_bytes] in memory that the host can not reach, rows ``stride_bytes``
+    apart. Array libraries of the device take it without a copy: ``torch.as_tensor(bytes)``.
+    """
+
+    address: MemAddress
+    num_rows: int
+    num_bytes: int
+    stride_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": (self.num_rows, self.num_bytes),
+            "strides": (self.stride_bytes, 1),
+            "typestr": "|u1",
+            "data": (int(self.address), False),
+            "version": 3,
+        }
 
 
 class Completion(abc.ABC):
@@ -76,7 +113,8 @@ class Stream(abc.ABC):
         reads: Accesses,
         writes: Accesses,
     ) -> None:
-        """Enqueue ``work``, which touches exactly the ranges named.
+        """Enqueue ``work``, a function of the host, which touches exactly the ranges named: memory
+        that the host can reach.
 
         Where they are known only once earlier work on the stream has run, such as addresses that
         lie in device memory, a function names them: a device that checks accesses calls it just
@@ -90,6 +128,16 @@ class Stream(abc.ABC):
 
         The arrays are consumed before the call returns. Destinations must not overlap each other or
         any source. Raises SubmissionError, enqueuing nothing.
+        """
+
+    @abc.abstractmethod
+    def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        """Enqueue the copy of whole pages: for each PAGE_INDEX_PAIR ``(dst, src)`` in device memory
+        slot ``src`` becomes slot ``dst``, part by part.
+
+        ``pairs`` are read when the work runs, and stay until then; ``pairs.host`` is consumed
+        before the call returns. No destination overlaps another or any source. Raises
+        SubmissionError; then a part of the pages may have been enqueued.
         """
 
     @abc.abstractmethod
@@ -126,6 +174,18 @@ class Memory(abc.ABC):
     address: MemAddress
     num_bytes: int
     max_bytes: int  # how far ``resize`` can go: ``num_bytes`` at first, unless it is growable
+
+    @property
+    def num_ready_bytes(self) -> int:
+        """How much from the start on can be used now. A device may prepare a large memory in the
+        background; then this grows, up to ``num_bytes``, between two polls of the owner.
+        """
+        return self.num_bytes
+
+    @property
+    def is_host_reachable(self) -> bool:
+        """Whether ``array`` works."""
+        return True
 
     @property
     @abc.abstractmethod
@@ -187,6 +247,8 @@ class Device(abc.ABC):
 
     name: str
     io: IoExecutor
+    # Parts of pages up to this size move faster by ``copy_pages`` than by ``copy``; 0: none do.
+    max_page_kernel_bytes: int = 0
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int, kind: MemoryKind, *, is_growable: bool = False) -> Memory:
@@ -198,6 +260,11 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def create_stream(self, name: str) -> Stream:
         """A new stream, ordered with no other."""
+
+    def poll(self) -> None:  # noqa: B027 -- most devices prepare nothing
+        """Take note of what was prepared in the background (``Memory.num_ready_bytes``), and raise
+        DeviceError when that has failed. Never blocks.
+        """
 
     @abc.abstractmethod
     def wait_for_progress(self, timeout_s: float) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from coldpage.types import Int64Array, MemAddress
+from coldpage.device.base import PageParts, Stream
+from coldpage.types import PAGE_INDEX_PAIR, ByteRange, DeviceArray, Int64Array, MemAddress
 
-__all__ = ["CopyList", "has_overlap", "merge_copies", "run_copies", "write_bytes"]
+__all__ = [
+    "CopyList",
+    "has_overlap",
+    "launch_page_copy",
+    "merge_copies",
+    "page_copies",
+    "run_copies",
+    "write_bytes",
+]
 
 # Destination, source and size per copy, each [num_copies].
 CopyList = tuple[Int64Array, Int64Array, Int64Array]
@@ -54,6 +65,35 @@ def write_bytes(address: MemAddress, data: bytes) -> None:
     """Copy ``data`` to ``address`` now, on this thread."""
     memmove = _memmove_releasing if len(data) >= _RELEASE_LOCK_BYTES else _memmove_holding
     memmove(address, data, len(data))
+
+
+def page_copies(parts: PageParts, pairs: npt.NDArray[np.void]) -> CopyList:
+    """The single copies of the pages of PAGE_INDEX_PAIRs [num_pages], part by part. Pure."""
+    num_parts, num_pages = parts.num_bytes.size, pairs.size
+    dst = parts.dst_base[:, None] + parts.dst_stride_bytes[:, None] * pairs["dst"]
+    src = parts.src_base[:, None] + parts.src_stride_bytes[:, None] * pairs["src"]
+    sizes = np.broadcast_to(parts.num_bytes[:, None], (num_parts, num_pages))
+    return dst.reshape(-1), src.reshape(-1), sizes.reshape(-1)
+
+
+def launch_page_copy(stream: Stream, parts: PageParts, pairs: DeviceArray) -> None:
+    """``Stream.copy_pages`` for a device whose memory the host reaches: one launched function."""
+    num_bytes = pairs.size * PAGE_INDEX_PAIR.itemsize
+
+    def copies() -> CopyList:
+        raw = ctypes.string_at(pairs.address, num_bytes)
+        return page_copies(parts, np.frombuffer(raw, PAGE_INDEX_PAIR))
+
+    def ranges(side: int) -> Sequence[ByteRange]:
+        columns = copies()
+        starts, sizes = columns[side].tolist(), columns[2].tolist()
+        return [ByteRange(MemAddress(a), n) for a, n in zip(starts, sizes, strict=True)]
+
+    def reads() -> Sequence[ByteRange]:
+        return [ByteRange(pairs.address, num_bytes), *ranges(1)]
+
+    if pairs.size:
+        stream.launch(lambda: run_copies(copies()), reads=reads, writes=lambda: ranges(0))
 
 
 def has_overlap(copies: CopyList) -> bool:

@@ -14,12 +14,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Accesses, Device, Event, Memory, MemoryKind, Stream
-from coldpage.device.copies import run_copies, write_bytes
+from coldpage.device.base import Accesses, Device, Event, Memory, MemoryKind, PageParts, Stream
+from coldpage.device.copies import launch_page_copy, run_copies, write_bytes
 from coldpage.device.io import NUM_IO_THREADS, ThreadedIo
 from coldpage.device.progress import Progress
 from coldpage.errors import ClosedError, DeviceError
-from coldpage.types import Int64Array, MemAddress
+from coldpage.types import DeviceArray, Int64Array, MemAddress
 
 __all__ = ["MAX_QUEUED_OPS", "HostDevice", "HostEvent", "HostMemory", "HostStream"]
 
@@ -199,6 +199,10 @@ class HostStream(Stream):
         assert dst.shape == src.shape == num_bytes.shape, "three [num_copies] arrays"
         copies = dst.astype(np.int64), src.astype(np.int64), num_bytes.astype(np.int64)
         self._submit(lambda: run_copies(copies))
+
+    def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        """Enqueue the copies as one operation."""
+        launch_page_copy(self, parts, pairs)
 
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """Enqueue the copy of the array as it is now."""

@@ -10,8 +10,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Accesses, Event, Stream
-from coldpage.device.copies import CopyList, has_overlap, merge_copies, run_copies, write_bytes
+from coldpage.device.base import Accesses, Event, PageParts, Stream
+from coldpage.device.copies import (
+    CopyList,
+    has_overlap,
+    launch_page_copy,
+    merge_copies,
+    run_copies,
+    write_bytes,
+)
 from coldpage.device.simulated_history import (
     Clock,
     LateCheck,
@@ -25,7 +32,7 @@ from coldpage.device.simulated_history import (
 )
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError
-from coldpage.types import Int64Array, MemAddress
+from coldpage.types import DeviceArray, Int64Array, MemAddress
 
 __all__ = ["MAX_STEPS_PER_POLL", "SimulatedEvent", "SimulatedStream"]
 
@@ -142,6 +149,10 @@ class SimulatedStream(Stream):
             list(zip(source, size, strict=True)),
             list(zip(to, size, strict=True)),
         )
+
+    def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        """Enqueue the copies as one operation. Their accesses are checked when it runs."""
+        launch_page_copy(self, parts, pairs)
 
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """Enqueue the copy of the array as it is now. Its access is checked now."""

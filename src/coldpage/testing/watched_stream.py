@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Accesses, Event, Memory, Stream
+from coldpage.device.base import Accesses, Event, Memory, PageParts, Stream
 from coldpage.errors import SubmissionError
-from coldpage.types import ByteRange, Int64Array, MemAddress
+from coldpage.types import ByteRange, DeviceArray, Int64Array, MemAddress
 
 __all__ = ["WatchedStream"]
 
@@ -46,6 +46,11 @@ class WatchedStream(Stream):
         """As the stream within."""
         self._count()
         self.inner.copy(dst, src, num_bytes)
+
+    def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        """As the stream within."""
+        self._count()
+        self.inner.copy_pages(parts, pairs)
 
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """As the stream within."""
