@@ -83,6 +83,7 @@ def make_codec(name: str) -> ColdPageCodec:
     """A codec that catches index arrays used too late."""
     codecs: dict[str, ColdPageCodec] = {
         "concat": create_default_cold_page_codec(),
+        "concat-pages": create_default_cold_page_codec(1 << 20),
         "padding": PaddingCodec(PADDING_BYTES),
         "device-index": DeviceIndexCodec(),
         "position": PositionCodec(),
@@ -94,10 +95,18 @@ def make_codec(name: str) -> ColdPageCodec:
     return IndexPoisoningCodec(codecs[name])
 
 
-CODECS = ("concat", "padding", "device-index", "position", "position-device", "slow")
+CODECS = (
+    "concat",
+    "concat-pages",
+    "padding",
+    "device-index",
+    "position",
+    "position-device",
+    "slow",
+)
 LOSSY_CODECS = ("coarse", "coarse-body")
 # Another object, and the same cold pages.
-_FORMATS = {"slow": "concat", "position-device": "position"}
+_FORMATS = {"concat-pages": "concat", "slow": "concat", "position-device": "position"}
 
 
 def disk_slot_bytes(payload_bytes: int, per_block: int) -> int:

@@ -31,6 +31,7 @@ def position_on_device() -> PositionCodec:
 
 CODECS: dict[str, MakeCodec] = {
     "host indices": create_default_cold_page_codec,
+    "copies of pages": lambda: create_default_cold_page_codec(1 << 20),
     "device indices": DeviceIndexCodec,
     "device indices and positions": position_on_device,
 }

@@ -318,6 +318,25 @@ def test_without_a_codec_there_is_a_default_one() -> None:
     assert first is not second
 
 
+@pytest.mark.parametrize(
+    ("max_page_kernel_bytes", "locations"),
+    [
+        (0, (_HOST,) * 6),
+        (95, (_HOST,) * 6),
+        (96, (_DEVICE, _DEVICE, _HOST, _HOST, _DEVICE, _DEVICE)),
+        (1 << 20, (_DEVICE,) * 6),
+    ],
+)
+def test_the_default_codec_lets_the_device_copy_small_pages(
+    max_page_kernel_bytes: int, locations: tuple[PageIndexLocation, ...]
+) -> None:
+    configured = ConfiguredCodec(take_codec(None, max_page_kernel_bytes), _GROUPS)
+    assert configured.locations == locations
+    other = ConfiguredCodec(create_default_cold_page_codec(), _GROUPS)
+    assert configured.identity == other.identity
+    assert configured.cold_page_bytes == other.cold_page_bytes
+
+
 @pytest.mark.parametrize("thing", ["concat", AnsweringCodec, 0])
 def test_what_is_no_codec_is_refused(thing: Any) -> None:
     with pytest.raises(ConfigurationError) as raised:

@@ -126,6 +126,24 @@ def test_device_arrays_pass_through(call: str) -> None:
     assert codec.seen == [(pairs, ordinals)]
 
 
+@pytest.mark.parametrize("call", ["encode", "decode"])
+def test_what_the_host_has_of_device_arrays_is_lent(call: str) -> None:
+    device = SimulatedDevice()
+    stream = device.create_stream("a")
+    codec = _DeviceCodec(0)
+    host = _pairs(), np.array([7, 8], np.int32)
+    pairs, ordinals = (DeviceArray(MemAddress(4096), 2, array) for array in host)
+    getattr(IndexPoisoningCodec(codec), call)(
+        LifeCycleId(0), MemAddress(0), pairs, stream, ordinals
+    )
+    ((lent_pairs, lent_ordinals),) = codec.seen
+    assert (lent_pairs, lent_ordinals) == (pairs, ordinals)
+    assert lent_pairs.host.tolist() == [(0, 0), (0, 0)]
+    assert lent_ordinals.host.tolist() == [0, 0]
+    assert host[0].tolist() == [(3, 1), (2, 0)], "the caller's array is left alone"
+    assert host[1].tolist() == [7, 8], "the caller's array is left alone"
+
+
 def test_it_passes_for_the_codec_within() -> None:
     codec = PositionCodec(PageIndexLocation.DEVICE)
     codec.version, codec.parameters = 3, "x=1"

@@ -19,10 +19,12 @@ from coldpage.config import (
     HostTierConfig,
     KVCacheManagerConfig,
 )
+from coldpage.device.host import HostDevice, HostMemory
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.manager import KVCacheManager
 from coldpage.manager.tier_codecs import TierCodecs
 from coldpage.migration import NUM_SCRATCH_SLOTS
+from coldpage.migration.codec_calls import INDEX_RING_BYTES
 from coldpage.prefix import EXACT_PROVENANCE
 from coldpage.testing.example_codecs import CoarseCodec, DeviceIndexCodec, PaddingCodec
 from coldpage.types import BufferRole, LayerId
@@ -116,6 +118,23 @@ def test_a_default_codec_is_made_only_where_a_tier_needs_one() -> None:
         assert levels[0].total_slots == 12
     with KVCacheManager(_config(_host(CoarseCodec()), _host())) as manager:
         assert [lv.codec for lv in manager.stats().levels] == ["", "coarse v1 nibbles", "concat v1"]
+
+
+@pytest.mark.parametrize("max_page_kernel_bytes", [0, _PAGE_BYTES])
+def test_a_default_codec_suits_the_device(max_page_kernel_bytes: int) -> None:
+    """Its indices go to device memory where the device copies such pages itself."""
+    sizes: list[int] = []
+
+    class NotingDevice(HostDevice):
+        def allocate(self, num_bytes: int, *args: Any, **options: Any) -> HostMemory:
+            sizes.append(num_bytes)
+            return super().allocate(num_bytes, *args, **options)
+
+    device = NotingDevice()
+    device.max_page_kernel_bytes = max_page_kernel_bytes
+    KVCacheManager(_config(_host()), device=device).close()
+    assert (INDEX_RING_BYTES in sizes) == (max_page_kernel_bytes > 0)
+    device.close()
 
 
 # ---------------------------------------------------------------------- ending

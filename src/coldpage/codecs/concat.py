@@ -1,4 +1,8 @@
-"""The lossless default: a cold page is the page's pool contributions one after another."""
+"""The lossless default: a cold page is the page's pool contributions one after another.
+
+The device copies the pages of small contributions itself, by index pairs in its memory; larger ones
+are single copies, which the host lists. The bytes are the same.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
-from coldpage.device.base import Stream
+from coldpage.device.base import PageParts, Stream
 from coldpage.errors import CodecError, UsageError
-from coldpage.types import Int32Array, Int64Array, LifeCycleId, MemAddress, PageIndexLocation
+from coldpage.types import (
+    DeviceArray,
+    Int32Array,
+    Int64Array,
+    LifeCycleId,
+    MemAddress,
+    PageIndexLocation,
+)
 
 __all__ = ["create_default_cold_page_codec"]
 
@@ -27,10 +38,18 @@ class _PageShape:
     cold_offset: Int64Array
     cold_stride: Int64Array
     representative: LifeCycleId
+    location: PageIndexLocation
 
     @property
     def cold_page_bytes(self) -> int:
         return int(self.cold_stride[0, 0])
+
+    def parts(self, cold_base: MemAddress, *, is_encode: bool) -> PageParts:
+        """The pools' parts of a page, on the way to the cold pages at ``cold_base`` or back."""
+        hot = self.hot_base.reshape(-1), self.hot_stride.reshape(-1)
+        cold = (self.cold_offset + cold_base).reshape(-1), self.cold_stride.reshape(-1)
+        dst, src = (cold, hot) if is_encode else (hot, cold)
+        return PageParts(*dst, *src, self.hot_stride.reshape(-1))
 
 
 class _Descriptors:
@@ -61,12 +80,13 @@ class _Descriptors:
 
 
 class _ConcatCodec(ColdPageCodec):
-    """One descriptor a page and pool, one batched copy a call."""
+    """One submission a call: a copy of pages, or a batch of one descriptor a page and pool."""
 
     codec_id = "concat"
     is_lossless = True
 
-    def __init__(self) -> None:
+    def __init__(self, max_page_kernel_bytes: int) -> None:
+        self._max_page_kernel_bytes = max_page_kernel_bytes
         self._shapes: dict[LifeCycleId, _PageShape] = {}
         self._descriptors = _Descriptors()
 
@@ -77,12 +97,14 @@ class _ConcatCodec(ColdPageCodec):
                 raise CodecError(
                     f"pool group {group.pool_group_index} has no life cycle: leave it out"
                 )
+            is_small = int(sizes.max()) <= self._max_page_kernel_bytes
             shape = _PageShape(
                 hot_base=np.array([[p.base_address] for p in group.pools], np.int64),
                 hot_stride=sizes,
                 cold_offset=np.cumsum(sizes, axis=0) - sizes,
                 cold_stride=np.full_like(sizes, sizes.sum()),
                 representative=min(lc.life_cycle_id for lc in group.life_cycles),
+                location=PageIndexLocation.DEVICE if is_small else PageIndexLocation.HOST,
             )
             for life_cycle in group.life_cycles:
                 self._shapes[life_cycle.life_cycle_id] = shape
@@ -94,8 +116,7 @@ class _ConcatCodec(ColdPageCodec):
         return self._shape(life_cycle_id).representative
 
     def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
-        self._shape(life_cycle_id)
-        return PageIndexLocation.HOST
+        return self._shape(life_cycle_id).location
 
     def encode(
         self,
@@ -105,8 +126,10 @@ class _ConcatCodec(ColdPageCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
+        if isinstance(page_indices, DeviceArray):
+            stream.copy_pages(shape.parts(dst_base, is_encode=True), page_indices)
+            return
         hot, cold, sizes = self._descriptors.fill(
             shape, page_indices["src"], dst_base, page_indices["dst"]
         )
@@ -120,8 +143,10 @@ class _ConcatCodec(ColdPageCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        assert isinstance(page_indices, np.ndarray), "host indices, as it asked for"
         shape = self._shape(life_cycle_id)
+        if isinstance(page_indices, DeviceArray):
+            stream.copy_pages(shape.parts(src_base, is_encode=False), page_indices)
+            return
         hot, cold, sizes = self._descriptors.fill(
             shape, page_indices["dst"], src_base, page_indices["src"]
         )
@@ -137,8 +162,11 @@ class _ConcatCodec(ColdPageCodec):
             ) from None
 
 
-def create_default_cold_page_codec() -> ColdPageCodec:
+def create_default_cold_page_codec(max_page_kernel_bytes: int = 0) -> ColdPageCodec:
     """A new concatenating codec. A manager makes its own when none is given; this one is for codec
     authors.
+
+    The device copies pages itself where no pool has more than ``max_page_kernel_bytes`` of one, as
+    its ``max_page_kernel_bytes`` advises. Cold pages do not depend on it.
     """
-    return _ConcatCodec()
+    return _ConcatCodec(max_page_kernel_bytes)

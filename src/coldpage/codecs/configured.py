@@ -27,13 +27,14 @@ def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
     )
 
 
-def take_codec(codec: ColdPageCodec | None) -> ColdPageCodec:
-    """Consume ``codec``, or make a default one. Nothing else may use it after this call.
+def take_codec(codec: ColdPageCodec | None, max_page_kernel_bytes: int = 0) -> ColdPageCodec:
+    """Consume ``codec``, or make a default one for a device with this ``max_page_kernel_bytes``.
+    Nothing else may use it after this call.
 
     Raises CodecConsumedError when something has, ConfigurationError when it is no codec.
     """
     if codec is None:
-        codec = create_default_cold_page_codec()
+        codec = create_default_cold_page_codec(max_page_kernel_bytes)
     if not isinstance(codec, ColdPageCodec):
         raise ConfigurationError(
             f"{codec!r} is no codec: pass an instance of a subclass of ColdPageCodec, "

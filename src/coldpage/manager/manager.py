@@ -66,7 +66,8 @@ class KVCacheManager:
         self._owner = threading.get_ident()
         self._is_closed = False
         self.config = config
-        codecs = TierCodecs(config.cache_tiers, codec)
+        kernel_bytes = 0 if device is None else device.max_page_kernel_bytes
+        codecs = TierCodecs(config.cache_tiers, codec, kernel_bytes)
         self._owns_device = device is None
         try:
             self.device: Device = HostDevice() if device is None else device

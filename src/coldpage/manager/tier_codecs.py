@@ -20,12 +20,19 @@ def _own_codec(tier: CacheTierConfig) -> object | None:
 class TierCodecs:
     """Consumed when this is made, whatever comes of it, and closed with it."""
 
-    def __init__(self, tiers: Sequence[CacheTierConfig], codec: ColdPageCodec | None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[CacheTierConfig],
+        codec: ColdPageCodec | None,
+        max_page_kernel_bytes: int = 0,
+    ) -> None:
         """``codec`` is for the cold tiers that name none; None is the default codec, where one is
-        needed. A manager without cold tiers has one too, so that a broken one shows.
+        needed. A manager without cold tiers has one too, so that a broken one shows. A default
+        codec is for a device with this ``max_page_kernel_bytes``.
 
         Raises CodecConsumedError or ConfigurationError.
         """
+        self._max_page_kernel_bytes = max_page_kernel_bytes
         self._own = [_own_codec(tier) for tier in tiers]
         self._taken: list[ColdPageCodec] = []
         self._configured: dict[int, ConfiguredCodec] = {}  # by the id of the codec
@@ -46,7 +53,8 @@ class TierCodecs:
     def _take(self, codec: object | None) -> Exception | None:
         """Also after an error the others are consumed: what was given is given."""
         try:
-            self._taken.append(take_codec(codec))  # type: ignore[arg-type]
+            taken = take_codec(codec, self._max_page_kernel_bytes)  # type: ignore[arg-type]
+            self._taken.append(taken)
         except Exception as error:
             return error
         return None

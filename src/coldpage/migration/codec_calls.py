@@ -153,11 +153,11 @@ class CodecCalls:
         assert lease is not None, "leases of the index ring end before the next begins"
         with lease:
             stream.upload(lease.address, data)
-            indices = DeviceArray(lease.address, pairs.size)
+            indices = DeviceArray(lease.address, pairs.size, pairs)
             beside: BlockOrdinals | None = None
             if ordinals is not None:
                 after = MemAddress(lease.address + pairs.size * _PAIR_BYTES)
-                beside = DeviceArray(after, ordinals.size)
+                beside = DeviceArray(after, ordinals.size, ordinals)
             transform(life_cycle_id, base, indices, stream, beside)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from coldpage.codecs.base import BlockOrdinals, PageIndices
 from coldpage.device.base import Stream
 from coldpage.testing.wrapping_codec import WrappingCodec
-from coldpage.types import LifeCycleId, MemAddress
+from coldpage.types import DeviceArray, LifeCycleId, MemAddress
 
 __all__ = ["IndexPoisoningCodec"]
 
@@ -23,7 +24,8 @@ class IndexPoisoningCodec(WrappingCodec):
     the codec call returns. Late work then sees pairs (0, 0): valid slots, so nothing crashes, and
     wrong bytes.
 
-    Arrays in device memory belong to the manager's streams, and pass through.
+    Arrays in device memory belong to the manager's streams, and pass through; what the host has of
+    them does not.
     """
 
     def encode(
@@ -53,7 +55,11 @@ class IndexPoisoningCodec(WrappingCodec):
 
 @contextlib.contextmanager
 def _lend(array: _Array) -> Iterator[_Array]:
-    """A copy of a numpy array, overwritten at the end; anything else as it is."""
+    """A copy of what lies on the host, overwritten at the end; anything else as it is."""
+    if isinstance(array, DeviceArray):
+        with _lend(array.host) as host:
+            yield dataclasses.replace(array, host=host)
+        return
     if not isinstance(array, np.ndarray):
         yield array
         return
