@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coldpage import KVCacheManager, UsageError
+from coldpage.device.base import DeviceBytes
 from coldpage.errors import ConfigurationError, DeviceError
 from coldpage.pools import LevelPools
 from coldpage.testing.pattern_engine import PatternSequence
@@ -140,8 +141,9 @@ class Levels:
                 )
             )
             for buffer in layer.buffers:
-                array = manager.hot_array(layer.layer_id, buffer.role)
-                assert len(array) == pool_group.slots.stop_slot
+                hidden = manager.hot_array(layer.layer_id, buffer.role)
+                assert isinstance(hidden, DeviceBytes)
+                assert hidden.num_rows == pool_group.slots.stop_slot
 
     # ------------------------------------------------------------------ peaks
 

@@ -285,7 +285,9 @@ def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManag
 
 
 def simulated(seed: int = 0) -> SimulatedDevice:
-    """A device whose waits inside ReadyEvents count as made by its callers."""
-    device = SimulatedDevice(seed, arena_bytes=1 << 26)
+    """A device whose waits inside ReadyEvents count as made by its callers, and whose hot level the
+    host can not reach.
+    """
+    device = SimulatedDevice(seed, arena_bytes=1 << 26, hides_memory=True)
     device.forwarding_files.add("slots.py")
     return device

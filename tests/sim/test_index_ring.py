@@ -141,7 +141,7 @@ def test_a_batch_is_cut_where_its_indices_reach_64_kib(
     assert cache.resume()
     assert cache.resize(num_pages, 0)
     cache.synchronize()
-    array = rig.manager.hot_array(LayerId(0), BufferRole("key"))
+    array = rig.device.reveal(rig.manager.hot_array(LayerId(0), BufferRole("key")))
     slots = cache.page_indices(0)
     written = np.random.default_rng(1).integers(0, 256, num_pages, np.uint8)
     array[slots, 0] = written

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from coldpage.device.base import Device, MemoryKind
+from coldpage.device.base import Device, DeviceBytes, MemoryKind
 from coldpage.device.host import HostDevice
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import DeviceError
 from coldpage.pools import MemoryPool
+from coldpage.types import MemAddress
 
 _SLOT = 4112  # not a whole number of pages
 
@@ -40,6 +41,36 @@ def test_a_resized_pool_keeps_its_slots(device: Device) -> None:
         pool.array[num_kept:] = 99
     slots = np.array([2, 0, num_slots - 1], np.int32)
     assert (pool.addresses(slots) - base).tolist() == [2 * _SLOT, 0, (num_slots - 1) * _SLOT]
+    pool.close()
+
+
+def test_a_view_is_the_same_bytes_of_every_slot(device: Device) -> None:
+    pool = MemoryPool(device, 8, _SLOT, MemoryKind.DEVICE)
+    pool.array[:] = np.arange(8)[:, None]
+    view = pool.view(16, 100)
+    assert isinstance(view, np.ndarray)
+    assert (view.shape, view.strides) == ((8, 100), (_SLOT, 1))
+    view[3] = 77
+    assert (pool.array[3, 16:116] == 77).all() and (pool.array[3, 116:] == 3).all()
+    del view
+    pool.close()
+
+
+def test_a_view_of_hidden_memory_says_where_it_is() -> None:
+    device = SimulatedDevice(hides_memory=True)
+    pool = MemoryPool(device, 8, _SLOT, MemoryKind.DEVICE)
+    with pytest.raises(DeviceError, match="can not reach"):
+        _ = pool.array
+    view = pool.view(16, 100)
+    assert view == DeviceBytes(MemAddress(pool.base_address + 16), 8, 100, _SLOT)
+    assert view.__cuda_array_interface__ == {
+        "shape": (8, 100),
+        "strides": (_SLOT, 1),
+        "typestr": "|u1",
+        "data": (pool.base_address + 16, False),
+        "version": 3,
+    }
+    assert isinstance(MemoryPool(device, 8, _SLOT, MemoryKind.PINNED).view(0, 4), np.ndarray)
     pool.close()
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Device, Memory, MemoryKind
+from coldpage.device.base import Device, DeviceBytes, Memory, MemoryKind
 from coldpage.device.io import NUM_IO_THREADS
 from coldpage.device.simulated_history import (
     AccessHistory,
@@ -53,7 +53,9 @@ _MAX_STEPS_PER_WAIT: Final = 4
 
 
 class SimulatedMemory(Memory):
-    """A piece of the device's arena. Its addresses are never used again."""
+    """A piece of the device's arena. Its addresses are never used again. Bytes that are not ready
+    are none that anybody may use.
+    """
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class SimulatedMemory(Memory):
         reserved: npt.NDArray[np.uint8],
         num_bytes: int,
         kind: MemoryKind,
+        num_ready_bytes: int,
     ) -> None:
         self.kind = kind
         self.num_bytes = num_bytes
@@ -71,12 +74,29 @@ class SimulatedMemory(Memory):
         self._reserved[:num_bytes] = _FRESH_BYTE
         self._device = device
         self._is_freed = False
+        self._num_ready_bytes = num_ready_bytes
+
+    @property
+    def num_ready_bytes(self) -> int:
+        """What ``SimulatedDevice.prepare`` has made ready, where it has to."""
+        return self._num_ready_bytes
+
+    def _prepare(self, num_bytes: int) -> None:
+        self._num_ready_bytes = num_bytes
+        self._device._history.grow(self.address, num_bytes)
+
+    @property
+    def is_host_reachable(self) -> bool:
+        """False for device memory that the device hides."""
+        return not (self._device.hides_memory and self.kind is MemoryKind.DEVICE)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes [num_bytes]. Uses are checked only where ``host_access`` declares them."""
         if self._is_freed:
             raise ClosedError("the memory was freed")
+        if not self.is_host_reachable:
+            raise DeviceError("the host can not reach this memory of the simulated device")
         return self._reserved[: self.num_bytes]
 
     def resize(self, num_bytes: int) -> None:
@@ -91,11 +111,13 @@ class SimulatedMemory(Memory):
             )
         old_bytes, self.num_bytes = self.num_bytes, num_bytes
         if num_bytes < old_bytes:
+            self._num_ready_bytes = min(self._num_ready_bytes, num_bytes)
             self._device._cut_off(self, num_bytes)
             self._reserved[num_bytes:old_bytes] = _FREED_BYTE
         else:
-            self._device._history.grow(self.address, num_bytes)
             self._reserved[old_bytes:num_bytes] = _FRESH_BYTE
+            if not self._device._is_prepared_later(self.kind):
+                self._prepare(num_bytes)
 
     def free(self) -> None:
         """Give the memory back, which the host must know to be out of use. Idempotent."""
@@ -113,6 +135,10 @@ class SimulatedDevice(Device):
     this package that waited for something, and ``ordering_wait_sites`` those that added an order
     which was not known before; a wait at a place in ``ignored_wait_sites`` adds none. A wait in a
     file named in ``forwarding_files`` counts as made by that file's caller.
+
+    With ``hides_memory`` the host can not reach device memory, as it is with a GPU; a test that
+    must look into it asks ``reveal``. With ``prepares_in_background`` no byte of pinned memory is
+    ready before ``prepare`` makes it so.
     """
 
     def __init__(
@@ -123,8 +149,12 @@ class SimulatedDevice(Device):
         raise_on_violation: bool = False,
         arena_bytes: int = _ARENA_BYTES,
         num_io_threads: int = NUM_IO_THREADS,
+        hides_memory: bool = False,
+        prepares_in_background: bool = False,
     ) -> None:
         self.name = "simulated"
+        self.hides_memory = hides_memory
+        self.prepares_in_background = prepares_in_background
         self.faults = faults if faults is not None else SimulatedFaults()
         self._history = AccessHistory(raise_on_violation=raise_on_violation)
         self._world = World(seed, self.faults, self._history)
@@ -170,10 +200,40 @@ class SimulatedDevice(Device):
             max_bytes += min((_GROWTH - 1) * num_bytes, num_left // 2)
         # At least one page lies between allocations, so that running over an end is noticed.
         self._arena_used = (start + max_bytes + 2 * _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES
-        memory = SimulatedMemory(self, self._arena[start : start + max_bytes], num_bytes, kind)
+        num_ready = 0 if self._is_prepared_later(kind) else num_bytes
+        reserved = self._arena[start : start + max_bytes]
+        memory = SimulatedMemory(self, reserved, num_bytes, kind, num_ready)
         self._memories.append(memory)
-        self._history.add(memory.address, num_bytes)
+        self._history.add(memory.address, num_ready)
         return memory
+
+    def _is_prepared_later(self, kind: MemoryKind) -> bool:
+        return self.prepares_in_background and kind is MemoryKind.PINNED
+
+    @property
+    def num_unprepared_bytes(self) -> int:
+        """What is left for ``prepare``."""
+        return sum(memory.num_bytes - memory.num_ready_bytes for memory in self._memories)
+
+    def prepare(self, num_bytes: int) -> int:
+        """Make so many bytes more ready, memory by memory in the order of allocation; returns how
+        many there were.
+        """
+        num_left = num_bytes
+        for memory in self._memories:
+            size = min(num_left, memory.num_bytes - memory.num_ready_bytes)
+            if size > 0:
+                memory._prepare(memory.num_ready_bytes + size)
+                num_left -= size
+        return num_bytes - num_left
+
+    def reveal(self, hidden: DeviceBytes) -> npt.NDArray[np.uint8]:
+        """Hidden bytes [num_rows, num_bytes], for a test to write and to look at."""
+        size = hidden.stride_bytes * (hidden.num_rows - 1) + hidden.num_bytes
+        start = hidden.address - self._arena.ctypes.data
+        assert start >= 0 and start + size <= len(self._arena), "not memory of this device"
+        shape, strides = (hidden.num_rows, hidden.num_bytes), (hidden.stride_bytes, 1)
+        return np.lib.stride_tricks.as_strided(self._arena[start : start + size], shape, strides)
 
     def create_stream(self, name: str) -> SimulatedStream:
         """A new stream, ordered with no other."""

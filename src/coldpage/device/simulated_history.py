@@ -225,10 +225,10 @@ class AccessHistory:
 
     def add(self, base: int, num_bytes: int) -> None:
         """A new allocation, above all others."""
-        allocation = _Allocation(base, num_bytes)
-        allocation.starts, allocation.writes, allocation.reads = [base], [None], [()]
+        allocation = _Allocation(base, 0)
         self._bases.append(base)
         self._allocations.append(allocation)
+        self.grow(base, num_bytes)
 
     def grow(self, base: int, num_bytes: int) -> None:
         """The allocation at ``base`` gets fresh bytes at its end, so that it has ``num_bytes``."""

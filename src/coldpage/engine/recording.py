@@ -72,7 +72,10 @@ class PageHasher:
         for index in range(len(model.layers)):
             layer_id = LayerId(index)
             arrays = self._buffers.setdefault(manager.layer_group_of(layer_id), [])
-            arrays += [manager.hot_array(layer_id, role) for role in (KEY_ROLE, VALUE_ROLE)]
+            for role in (KEY_ROLE, VALUE_ROLE):
+                array = manager.hot_array(layer_id, role)
+                assert isinstance(array, np.ndarray), "pages are hashed in host memory"
+                arrays.append(array)
 
     def digests(self, kv_cache: KVCache, num_tokens: int) -> PageDigests:
         """Hashes of the pages that hold the first ``num_tokens`` positions; missing and stale

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from coldpage.device.base import DeviceBytes
 from coldpage.engine.attention import (
     CURRENT_CACHE,
     PagedCache,
@@ -49,7 +50,7 @@ class PageSource(Protocol):
         """Positions of one block."""
         ...
 
-    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
+    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
         """The hot pool's bytes of one buffer, no copy. [num_slots, buffer_bytes]"""
         ...
 
@@ -151,9 +152,10 @@ class ModelRunner:
 
 
 def _pages(
-    array: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, int, int]
+    array: npt.NDArray[np.uint8] | DeviceBytes, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> torch.Tensor:
-    pages = torch.from_numpy(array).view(dtype)
+    is_on_device = isinstance(array, DeviceBytes)
+    pages = torch.as_tensor(array, device="cuda" if is_on_device else "cpu").view(dtype)
     assert pages.shape[1] == shape[0] * shape[1] * shape[2], (
         "a buffer's size does not fit the model"
     )

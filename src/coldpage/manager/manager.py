@@ -13,7 +13,7 @@ import numpy.typing as npt
 from coldpage.block_table import BlockTable
 from coldpage.codecs import ColdPageCodec, PoolGroupDesc
 from coldpage.config import DiskAdmission, DiskTierConfig, KVCacheManagerConfig, ReuseScope
-from coldpage.device.base import Device
+from coldpage.device.base import Device, DeviceBytes
 from coldpage.device.host import HostDevice
 from coldpage.errors import ClosedError, UsageError, WrongThreadError
 from coldpage.manager.levels import LevelBuilder
@@ -226,9 +226,10 @@ class KVCacheManager:
         """
         return self._layer_group_of[layer_id]
 
-    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
+    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
         """The buffer in every hot slot: a writable view, uint8 [num_slots, buffer_bytes], slots far
-        apart.
+        apart. No copy: a numpy array where the host reaches the hot level; else DeviceBytes, which
+        ``torch.as_tensor(it, device="cuda")`` makes a tensor of the same memory from.
 
         Valid until ``close`` or the next ``resize`` of the hot level. Raises KeyError for an
         unknown buffer.
@@ -240,9 +241,8 @@ class KVCacheManager:
         for placement in life_cycle.buffers:
             if placement.buffer_id == wanted:
                 group = self._storage.levels[HOT_LEVEL].group_of(life_cycle.life_cycle_id)
-                start = placement.offset_bytes
-                array = group.memory[placement.pool_index].array
-                return array[:, start : start + placement.num_bytes]
+                pool = group.memory[placement.pool_index]
+                return pool.view(placement.offset_bytes, placement.num_bytes)
         raise KeyError(f"layer {layer_id} has no buffer {role!r}")
 
     def hot_pool_groups(self) -> tuple[PoolGroupDesc, ...]:

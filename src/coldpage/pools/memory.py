@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Device, MemoryKind
+from coldpage.device.base import Device, DeviceBytes, MemoryKind
 from coldpage.types import Int32Array, Int64Array, MemAddress
 
 __all__ = ["MemoryPool"]
@@ -51,6 +51,15 @@ class MemoryPool:
         reach them.
         """
         return self._memory.array.reshape(self.num_slots, self.slot_bytes)
+
+    def view(self, offset_bytes: int, num_bytes: int) -> npt.NDArray[np.uint8] | DeviceBytes:
+        """The same bytes of every slot, [num_slots, num_bytes], no copy: a writable array, or where
+        the host can not reach them only what says where they are.
+        """
+        if self._memory.is_host_reachable:
+            return self.array[:, offset_bytes : offset_bytes + num_bytes]
+        start = MemAddress(self.base_address + offset_bytes)
+        return DeviceBytes(start, self.num_slots, num_bytes, self.slot_bytes)
 
     def close(self) -> None:
         """Free the memory. The caller has synchronised everything that used it."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.config import AttentionLayerConfig, BufferConfig, ReuseScope
-from coldpage.device.base import Stream
+from coldpage.device.base import DeviceBytes, Stream
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import OutOfPagesError
 from coldpage.manager import KVCacheManager
@@ -148,11 +148,15 @@ class PatternEngine:
         per_block = self.manager.tokens_per_block
         assert buffer.num_bytes % per_block == 0, "a buffer holds the same bytes for each token"
         name = f"layer {layer.layer_id} {buffer.role}"
+        array = self.manager.hot_array(layer.layer_id, buffer.role)
+        if isinstance(array, DeviceBytes):
+            assert isinstance(self._device, SimulatedDevice), "patterns are written by the host"
+            array = self._device.reveal(array)
         return _Buffer(
             name,
             layer,
             self.manager.layer_group_of(layer.layer_id),
-            self.manager.hot_array(layer.layer_id, buffer.role),
+            array,
             buffer.num_bytes // per_block,
             int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"),
         )
