@@ -16,7 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
+from coldpage.device.base import DeviceBytes
+from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId, MemAddress
 
 TOKENS_PER_BLOCK = 4
 
@@ -35,14 +36,17 @@ class Arena:
         num_slots: int,
         tokens_per_block: int,
         fill: int = 0xFF,
+        device: torch.device | None = None,
     ) -> None:
-        """``layers``: (window, bytes of one buffer) each."""
+        """``layers``: (window, bytes of one buffer) each. ``device``: a GPU, or host memory."""
         self.tokens_per_block = tokens_per_block
         self.num_slots = num_slots
         windows = list(dict.fromkeys(window for window, _ in layers))
         self._group_of = [LayerGroupId(windows.index(window)) for window, _ in layers]
         slot_bytes = [sum(2 * b for w, b in layers if w == window) for window in windows]
         self.pools = [np.full((num_slots, n), fill, np.uint8) for n in slot_bytes]
+        is_on_gpu = device is not None and device.type == "cuda"
+        self.gpu_pools = [torch.from_numpy(p).to(device) for p in self.pools] if is_on_gpu else []
         self._offsets: list[tuple[int, int]] = []
         used = [0] * len(windows)
         for (_, num_bytes), group in zip(layers, self._group_of, strict=True):
@@ -50,10 +54,15 @@ class Arena:
             used[group] += 2 * num_bytes
         self.num_groups = len(windows)
 
-    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8]:
+    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
         offset, num_bytes = self._offsets[layer_id]
         first = offset + (num_bytes if role == "value" else 0)
-        return self.pools[self._group_of[layer_id]][:, first : first + num_bytes]
+        group = self._group_of[layer_id]
+        if self.gpu_pools:
+            pool = self.gpu_pools[group]
+            address = MemAddress(pool.data_ptr() + first)
+            return DeviceBytes(address, self.num_slots, num_bytes, pool.shape[1])
+        return self.pools[group][:, first : first + num_bytes]
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
         return self._group_of[layer_id]

@@ -6,7 +6,7 @@ writes K and V into pages; ``paged_attention`` (what the model takes for its att
 attends to them:
 
 * items of one token, together: their live blocks are gathered and cut into equal segments, which
-  are the batch of one flash call; segments of a sequence merge by log-sum-exp. Segments keep all
+  are the batch of one dense call; segments of a sequence merge by log-sum-exp. Segments keep all
   cores busy when there are few KV heads.
 * an item of several tokens: history without a mask and the new tokens causally, merged by
   log-sum-exp. Where a sliding window cuts the history, tiles of queries with an explicit mask.
@@ -24,6 +24,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from coldpage.engine.dense_attention import DenseAttention
 from coldpage.engine.step_plan import ChunkPlan, DecodePlan, GroupPlan, Tile
 
 __all__ = [
@@ -39,35 +40,12 @@ __all__ = [
 ATTENTION_NAME: Final = "coldpage_paged"
 
 
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[batch, heads, queries, head_dim] and the log-sum-exp [batch, heads, queries] in f32.
-
-    ``key`` and ``value`` may have fewer heads; a query head then uses the KV head of its group.
-    Only this operator, of those that ``scaled_dot_product_attention`` chooses from on a CPU,
-    returns the log-sum-exp.
-    """
-    out: tuple[torch.Tensor, torch.Tensor] = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale
-        )
-    )
-    return out
-
-
 class Scratch:
     """Memory that gathers reuse from layer to layer and step to step. It grows to the largest
     gather seen."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._buffer = torch.empty(0, dtype=dtype)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def gather(self, layer: PagedLayer, slots: torch.Tensor) -> torch.Tensor:
         """Copies the pages of ``slots``: K and V, [2, positions, kv_heads, head_dim], valid until
@@ -76,7 +54,7 @@ class Scratch:
         num_blocks = slots.shape[0]
         wanted = 2 * num_blocks * shape[1] * shape[2] * shape[3]
         if self._buffer.shape[0] < wanted:
-            self._buffer = torch.empty(wanted, dtype=self._buffer.dtype)
+            self._buffer = self._buffer.new_empty(wanted)
         pages = self._buffer[:wanted].view(2, num_blocks, shape[1], shape[2], shape[3])
         torch.index_select(layer.key_pages, 0, slots, out=pages[0])
         torch.index_select(layer.value_pages, 0, slots, out=pages[1])
@@ -94,6 +72,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         value_pages: torch.Tensor,
         window: int | None,
         scratch: Scratch,
+        dense: DenseAttention,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.key_pages = (
@@ -102,6 +81,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.value_pages = value_pages
         self.window = window
         self.scratch = scratch
+        self.dense = dense
         self.plan: GroupPlan | None = None
 
     def update(
@@ -196,7 +176,7 @@ def _attend_decode(
     layer: PagedLayer, plan: DecodePlan, query: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """[num_items, heads, head_dim] -> the same. The query heads of a KV head are the rows of its
-    flash call."""
+    dense call."""
     num_items, num_heads, head_dim = query.shape
     gathered = layer.scratch.gather(layer, plan.slots)
     kv_heads = gathered.shape[2]
@@ -204,7 +184,7 @@ def _attend_decode(
     if plan.live is not None:
         first, stop = plan.live
         keys, values = gathered[:, None, first:stop].transpose(2, 3)
-        return _flash(grouped, keys, values, scale=scaling)[0].view(1, num_heads, head_dim)
+        return layer.dense(grouped, keys, values, scale=scaling)[0].view(1, num_heads, head_dim)
     gathered.index_fill_(1, plan.dead, 0.0)
     keys, values = gathered.view(
         2, plan.num_segments, plan.segment_tokens, kv_heads, head_dim
@@ -213,7 +193,7 @@ def _attend_decode(
         grouped = grouped[plan.merge.item_of]
     elif num_items == 1:
         grouped = grouped.expand(plan.num_segments, -1, -1, -1)
-    out, lse = _flash(grouped, keys, values, bias=plan.bias, scale=scaling)
+    out, lse = layer.dense(grouped, keys, values, bias=plan.bias, scale=scaling)
     if plan.merge is not None:
         weights = torch.softmax(lse[plan.merge.segments_of] + plan.merge.bias, dim=1)
         out = (out[plan.merge.segments_of] * weights[..., None]).sum(dim=1).to(query.dtype)
@@ -232,7 +212,7 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """[1, heads, num_tokens, head_dim] -> the same."""
     if plan.history is None and not plan.tiles:
-        return _flash(query, key, value, is_causal=True, scale=scaling)[0]
+        return layer.dense(query, key, value, is_causal=True, scale=scaling)[0]
     old_key, old_value = key[:, :, :0], value[:, :, :0]
     if plan.history is not None:
         slots, first, stop = plan.history
@@ -240,19 +220,21 @@ def _attend_chunk(
         old_key, old_value = gathered[:, None, first:stop].transpose(2, 3)
     if plan.tiles:
         return _attend_tiles(
+            layer.dense,
             plan.tiles,
             query,
             torch.cat([old_key, key], 2),
             torch.cat([old_value, value], 2),
             scaling,
         )
-    old, old_lse = _flash(query, old_key, old_value, scale=scaling)
-    new, new_lse = _flash(query, key, value, is_causal=True, scale=scaling)
+    old, old_lse = layer.dense(query, old_key, old_value, scale=scaling)
+    new, new_lse = layer.dense(query, key, value, is_causal=True, scale=scaling)
     weight = torch.sigmoid(old_lse - new_lse)[..., None]
     return torch.lerp(new.float(), old.float(), weight).to(query.dtype)
 
 
 def _attend_tiles(
+    dense: DenseAttention,
     tiles: tuple[Tile, ...],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -260,7 +242,7 @@ def _attend_tiles(
     scaling: float | None,
 ) -> torch.Tensor:
     parts = [
-        _flash(
+        dense(
             query[:, :, t.first : t.stop],
             key[:, :, t.key_first : t.key_stop],
             value[:, :, t.key_first : t.key_stop],

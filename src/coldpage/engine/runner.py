@@ -20,9 +20,11 @@ from coldpage.engine.attention import (
     Scratch,
     register_attention,
 )
+from coldpage.engine.dense_attention import dense_attention
 from coldpage.engine.geometry import cache_argument
 from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
-from coldpage.engine.step_plan import ItemSpan, plan_group
+from coldpage.engine.step_plan import GroupPlan, ItemSpan, plan_group
+from coldpage.engine.upload import to_device
 from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
 
 __all__ = [
@@ -84,19 +86,21 @@ class ModelRunner:
 
     def __init__(self, model: LoadedModel, manager: PageSource) -> None:
         self._model: Any = model.model
+        self._device = model.model.device
         self._dtype = model.dtype
         self._tokens_per_block = manager.tokens_per_block
-        scratch = Scratch(model.dtype)
+        scratch = Scratch(model.dtype, self._device)
         layers = []
         self._layers_of: dict[LayerGroupId, list[PagedLayer]] = {}
         for index, geometry in enumerate(model.layers):
             layer_id = LayerId(index)
             shape = (manager.tokens_per_block, geometry.num_kv_heads, geometry.head_dim)
             layer = PagedLayer(
-                _pages(manager.hot_array(layer_id, KEY_ROLE), model.dtype, shape),
-                _pages(manager.hot_array(layer_id, VALUE_ROLE), model.dtype, shape),
+                self._pages(manager.hot_array(layer_id, KEY_ROLE), shape),
+                self._pages(manager.hot_array(layer_id, VALUE_ROLE), shape),
                 geometry.sliding_window_tokens,
                 scratch,
+                dense_attention(self._device, model.dtype, geometry.head_dim),
             )
             layers.append(layer)
             self._layers_of.setdefault(manager.layer_group_of(layer_id), []).append(layer)
@@ -106,24 +110,51 @@ class ModelRunner:
 
     def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
         """Writes the new tokens' K and V into their pages; returns f32 logits [rows, vocab] per
-        item.
+        item, in host memory.
 
-        Blocks until done. The caller holds every page named, hot and quiescent, and no two items
-        write to one page. A result depends on the list of items and their own pages only, bit for
-        bit. The tensors are the caller's.
+        Blocks until done, also when it raises: nothing reads or writes a page afterwards. The
+        caller holds every page named, hot and quiescent, and no two items write to one page. A
+        result depends on the list of items and their own pages only, bit for bit. The tensors are
+        the caller's.
         """
         assert items and all(len(item.token_ids) for item in items)
         token_ids = np.concatenate([item.token_ids for item in items])
         positions = np.concatenate([np.arange(i.start, i.start + len(i.token_ids)) for i in items])
         kept_rows = _logit_rows(items)
-        self._set_plans(items)
+        try:
+            ids, places, kept, plans = to_device(
+                (
+                    torch.from_numpy(token_ids.astype(np.int64))[None],
+                    torch.from_numpy(positions.astype(np.int64))[None],
+                    torch.from_numpy(np.concatenate(kept_rows)),
+                    self._plans(items),
+                ),
+                self._device,
+            )
+            logits = self._run(ids, places, kept, plans)
+        finally:
+            self._wait()
+        parts = torch.split(logits, [len(rows) for rows in kept_rows])
+        return [part if len(part) else None for part in parts]
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kept_rows: torch.Tensor,
+        plans: list[GroupPlan],
+    ) -> torch.Tensor:
+        """The logits [rows, vocab] of the packed row [1, total]."""
+        for plan, layers in zip(plans, self._layers_of.values(), strict=True):
+            for layer in layers:
+                layer.plan = plan
         token = CURRENT_CACHE.set(self._cache)
         try:
             with torch.inference_mode():
                 logits = self._model(
-                    input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
-                    position_ids=torch.from_numpy(positions.astype(np.int64))[None],
-                    logits_to_keep=torch.from_numpy(np.concatenate(kept_rows)),
+                    input_ids=token_ids,
+                    position_ids=positions,
+                    logits_to_keep=kept_rows,
                     use_cache=True,
                     **{self._cache_argument: self._cache},
                 ).logits[0]
@@ -132,12 +163,21 @@ class ModelRunner:
             for layer in self._cache.paged_layers:
                 layer.plan = None
         # A copy made out here is an ordinary tensor, which the caller may change.
-        logits = logits.to(torch.float32, copy=True)
-        parts = torch.split(logits, [len(rows) for rows in kept_rows])
-        return [part if len(part) else None for part in parts]
+        result: torch.Tensor = logits.to("cpu", torch.float32, copy=True)
+        return result
 
-    def _set_plans(self, items: Sequence[StepItem]) -> None:
+    def _wait(self) -> None:
+        """Block until the device has done what was enqueued: pages may move once a step is over.
+
+        A step whose logits are all there may still be writing pages that no logit depends on.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _plans(self, items: Sequence[StepItem]) -> list[GroupPlan]:
+        """One for each layer group, in host memory."""
         rows = np.cumsum([0, *(len(item.token_ids) for item in items)])
+        plans = []
         for group_id, layers in self._layers_of.items():
             spans = [
                 ItemSpan(
@@ -145,21 +185,28 @@ class ModelRunner:
                 )
                 for row, item in zip(rows, items, strict=False)
             ]
-            plan = plan_group(spans, self._tokens_per_block, layers[0].window, self._dtype)
-            for layer in layers:
-                assert layer.window == layers[0].window, "a layer group mixes sliding windows"
-                layer.plan = plan
+            window = layers[0].window
+            assert all(layer.window == window for layer in layers), (
+                "a layer group mixes sliding windows"
+            )
+            plans.append(plan_group(spans, self._tokens_per_block, window, self._dtype))
+        return plans
 
-
-def _pages(
-    array: npt.NDArray[np.uint8] | DeviceBytes, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> torch.Tensor:
-    is_on_device = isinstance(array, DeviceBytes)
-    pages = torch.as_tensor(array, device="cuda" if is_on_device else "cpu").view(dtype)
-    assert pages.shape[1] == shape[0] * shape[1] * shape[2], (
-        "a buffer's size does not fit the model"
-    )
-    return pages.view(-1, *shape)
+    def _pages(
+        self, array: npt.NDArray[np.uint8] | DeviceBytes, shape: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """[num_slots, *shape] of the model's dtype in the memory of ``array``."""
+        if isinstance(array, DeviceBytes):
+            pool = torch.as_tensor(array, device=self._device)
+            assert pool.data_ptr() == array.address, "the hot pool is not on the model's device"
+        else:
+            assert self._device.type == "cpu", "the hot pool is not on the model's device"
+            pool = torch.from_numpy(array)
+        pages = pool.view(self._dtype)
+        assert pages.shape[1] == shape[0] * shape[1] * shape[2], (
+            "a buffer's size does not fit the model"
+        )
+        return pages.view(-1, *shape)
 
 
 def _logit_rows(items: Sequence[StepItem]) -> list[npt.NDArray[np.int64]]:

@@ -5,13 +5,13 @@ Made once per layer group and step, so that no layer computes an index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from coldpage.engine.dense_attention import BIAS_ALIGNMENT
 from coldpage.types import Int32Array, Int64Array
 
 __all__ = [
@@ -81,7 +81,7 @@ class DecodePlan(NamedTuple):
     # One segment in all: the live range of it. Else what is dead is zeroed and masked.
     live: tuple[int, int] | None
     dead: torch.Tensor  # gathered positions
-    bias: torch.Tensor  # [num_segments, 1, 1, segment_tokens], 0 or -inf
+    bias: torch.Tensor  # [num_segments, 1, 1, segment_tokens or more], 0 or -inf
     merge: Merge | None  # None: one item, or one segment each
 
 
@@ -93,7 +93,7 @@ class Tile(NamedTuple):
     stop: int
     key_first: int
     key_stop: int
-    bias: torch.Tensor  # [1, 1, stop - first, key_stop - key_first]
+    bias: torch.Tensor  # [1, 1, stop - first, key_stop - key_first or more]
 
 
 class ChunkPlan(NamedTuple):
@@ -105,8 +105,7 @@ class ChunkPlan(NamedTuple):
     tiles: tuple[Tile, ...]  # empty: the history needs no mask
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """One step's index tensors for the layers of one layer group."""
 
     write: Write
@@ -197,7 +196,7 @@ def _plan_decode(
         slots=_index(np.concatenate(padded)),
         live=(lead, segment_blocks * tokens_per_block - tail) if total == 1 else None,
         dead=_index(np.flatnonzero(all_dead)),
-        bias=_bias(~all_dead, dtype).view(total, 1, 1, -1),
+        bias=_bias(~all_dead.reshape(total, -1), dtype)[:, None, None],
         merge=_plan_merge(num_segments) if 1 < len(items) < total else None,
     )
 
@@ -209,7 +208,7 @@ def _plan_merge(num_segments: list[int]) -> Merge:
     return Merge(
         item_of=_index(np.repeat(np.arange(len(counts)), num_segments)),
         segments_of=_index(np.where(columns < counts, firsts[:, None] + columns, 0)),
-        bias=_bias(columns < counts, torch.float32)[:, :, None, None],
+        bias=_penalty(columns < counts, torch.float32)[:, :, None, None],
     )
 
 
@@ -251,4 +250,10 @@ def _index(values: npt.ArrayLike) -> torch.Tensor:
 
 
 def _bias(live: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    """Columns are added until the rows are as DenseAttention wants them."""
+    num_columns = live.shape[1]
+    return _penalty(np.pad(live, ((0, 0), (0, -num_columns % BIAS_ALIGNMENT))), dtype)
+
+
+def _penalty(live: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(live.shape, dtype=dtype).masked_fill_(torch.from_numpy(~live), float("-inf"))
