@@ -8,9 +8,9 @@ from typing import Any, Final, TypeVar
 import click
 from rich.console import Console
 
+from coldpage.cli.bench_command import bench
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.instance_commands import run_clean, run_inspect
-from coldpage.cli.serve_command import ServeFlags, check_model, run_serve
 from coldpage.cli.tiers import DEFAULT_TIERS
 from coldpage.config import DiskAdmission
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
@@ -34,7 +34,11 @@ def coldpage() -> None:
       coldpage demo                        eight conversations on room for two, timed
       coldpage verify                      proof that nothing differs
       coldpage inspect                     what is on disk
+      coldpage bench migrate               how fast pages move here
     """
+
+
+coldpage.add_command(bench)
 
 
 def _model_flags(command: _Command) -> _Command:
@@ -151,6 +155,8 @@ def serve(**flags: Any) -> None:
       coldpage serve model.gguf --host none --disk none --port 9000
     """
     with failures_as_sentences():
+        from coldpage.cli.serve_command import ServeFlags, run_serve
+
         run_serve(ServeFlags(**flags), Console())
 
 
@@ -215,6 +221,8 @@ def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
       coldpage demo --conversations 4 --rounds 2
     """
     with failures_as_sentences():
+        from coldpage.cli.serve_command import check_model
+
         options = DemoOptions(model=check_model(model), tokens_per_block=block_tokens, **flags)
         from coldpage.engine.demo import run_demo
 
@@ -244,6 +252,8 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
       coldpage verify --inject flip
     """
     with failures_as_sentences():
+        from coldpage.cli.serve_command import check_model
+
         options = VerifyOptions(
             model=check_model(model),
             tokens_per_block=block_tokens,

@@ -1,0 +1,158 @@
+"""Scattered pages through the default codec, as a manager's moves call it."""
+
+from __future__ import annotations
+
+import enum
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+
+from coldpage.bench.arena import Arena, Direction
+from coldpage.codecs import ConfiguredCodec, LifeCycleDesc, PoolDesc, PoolGroupDesc, take_codec
+from coldpage.device.base import Event, Stream
+from coldpage.errors import DeviceError
+from coldpage.migration.codec_calls import MAX_INDEX_BATCH_BYTES, CodecCalls
+from coldpage.types import (
+    PAGE_INDEX_PAIR,
+    Int32Array,
+    LayerGroupId,
+    LifeCycleId,
+    MemAddress,
+    PageClass,
+    PageIndexLocation,
+    PoolGroupIndex,
+    PoolIndex,
+)
+
+__all__ = ["MovePath", "PageMoves"]
+
+_LIFE_CYCLE: Final = LifeCycleId(0)
+# As many pages as one batch of indices in device memory names.
+_CALL_PAGES: Final = MAX_INDEX_BATCH_BYTES // PAGE_INDEX_PAIR.itemsize
+# Both ways at once, calls alternate, each so large that neither stream runs dry meanwhile.
+_TURN_BYTES: Final = 64 << 20
+_MIN_TURN_PAGES: Final = 8
+_CHECKED_PAGES: Final = 64
+
+
+class MovePath(enum.Enum):
+    """How pages are copied."""
+
+    AUTO = "auto"  # as the device advises for the size
+    DRIVER = "driver"  # batches of single copies
+    KERNEL = "kernel"  # the device copies pages by index pairs
+
+    def max_kernel_bytes(self, advised_bytes: int) -> int:
+        """Up to which size the device copies pages itself."""
+        return {MovePath.DRIVER: 0, MovePath.KERNEL: 1 << 62}.get(self, advised_bytes)
+
+
+class PageMoves:
+    """Pages of one part a pool, ``segments`` bytes each, at random places on both sides.
+
+    Offload and onboard never touch the same slots, so they may run at once.
+    """
+
+    def __init__(self, arena: Arena, segments: tuple[int, ...], path: MovePath) -> None:
+        self._arena = arena
+        page_bytes = sum(segments)
+        self.num_pages = arena.num_bytes // page_bytes
+        self.num_bytes = self.num_pages * page_bytes
+        codec = take_codec(None, path.max_kernel_bytes(arena.device.max_page_kernel_bytes))
+        self._codec = ConfiguredCodec(codec, [self._describe(segments)])
+        is_kernel = self._codec.locations[_LIFE_CYCLE] is PageIndexLocation.DEVICE
+        self.path = MovePath.KERNEL if is_kernel else MovePath.DRIVER
+        self._calls = CodecCalls(arena.device, [self._codec])
+        random = np.random.default_rng(0)
+        self._hot, self._cold = (
+            random.permutation(2 * self.num_pages).astype(np.int32) for _ in range(2)
+        )
+        self._turn_pages = min(max(_TURN_BYTES // page_bytes, _MIN_TURN_PAGES), _CALL_PAGES)
+
+    def _describe(self, segments: tuple[int, ...]) -> PoolGroupDesc:
+        num_slots, address = 2 * self.num_pages, int(self._arena.hot.address)
+        pools = []
+        for index, size in enumerate(segments):
+            pools.append(PoolDesc(PoolIndex(index), MemAddress(address), size))
+            address = -(-(address + num_slots * size) // 4096) * 4096
+        last = self._arena.hot.address + self._arena.hot.num_bytes
+        assert address <= last, "the pools fit the arena"
+        life_cycle = LifeCycleDesc(_LIFE_CYCLE, LayerGroupId(0), PageClass.BODY, ())
+        return PoolGroupDesc(PoolGroupIndex(0), num_slots, tuple(pools), (life_cycle,))
+
+    # ------------------------------------------------------------------ what is timed
+
+    def move(self, direction: Direction) -> None:
+        """Enqueue the pages of a direction."""
+        n = self.num_pages
+        if direction == "both":
+            for start in range(0, n, self._turn_pages):
+                self._offload(start, min(start + self._turn_pages, n))
+                self._onboard(start, min(start + self._turn_pages, n))
+            return
+        move = self._offload if direction == "down" else self._onboard
+        for start in range(0, n, _CALL_PAGES):
+            move(start, min(start + _CALL_PAGES, n))
+
+    @property
+    def round_bytes(self) -> int:
+        """What ``start_round`` moves, both ways together."""
+        page_bytes = self.num_bytes // self.num_pages
+        return 2 * page_bytes * min(self._turn_pages, self.num_pages)
+
+    def start_round(self) -> tuple[Event, Event]:
+        """Enqueue one turn of pages each way; the events of their ends."""
+        num_pages = min(self._turn_pages, self.num_pages)
+        self._offload(0, num_pages)
+        self._onboard(0, num_pages)
+        return self._arena.offload_stream.record(), self._arena.onboard_stream.record()
+
+    def call_ms(self, direction: Direction, num_pages: int) -> float:
+        """How long one call keeps the thread that makes it."""
+        self._arena.synchronize()
+        move = self._offload if direction == "down" else self._onboard
+        started = perf_counter()
+        move(0, num_pages)
+        spent_ms = 1e3 * (perf_counter() - started)
+        self._arena.synchronize()
+        return spent_ms
+
+    def _offload(self, start: int, stop: int) -> None:
+        stream = self._arena.offload_stream
+        self._encode(self._cold[start:stop], self._hot[start:stop], stream)
+
+    def _onboard(self, start: int, stop: int) -> None:
+        n, stream = self.num_pages, self._arena.onboard_stream
+        self._decode(self._hot[n + start : n + stop], self._cold[n + start : n + stop], stream)
+
+    def _encode(self, cold: Int32Array, hot: Int32Array, stream: Stream) -> None:
+        base, ordinals = self._arena.cold.address, np.zeros_like(cold)
+        self._calls.encode(self._codec, _LIFE_CYCLE, base, cold, hot, ordinals, stream)
+
+    def _decode(self, hot: Int32Array, cold: Int32Array, stream: Stream) -> None:
+        base, ordinals = self._arena.cold.address, np.zeros_like(cold)
+        self._calls.decode(self._codec, _LIFE_CYCLE, base, hot, cold, ordinals, stream)
+
+    # ------------------------------------------------------------------ around it
+
+    def check(self) -> None:
+        """Bring some pages up and down again, and compare. Raises DeviceError."""
+        n, page_bytes = min(self.num_pages, _CHECKED_PAGES), self.num_bytes // self.num_pages
+        pages = self._arena.cold.array[: 2 * self.num_bytes].reshape(-1, page_bytes)
+        source, target = self._cold[-n:], self._cold[:n]
+        pages[source] = np.random.default_rng(1).integers(0, 256, (n, page_bytes), np.uint8)
+        stream = self._arena.onboard_stream
+        self._decode(self._hot[-n:], source, stream)
+        self._encode(target, self._hot[-n:], stream)
+        stream.synchronize()
+        pairs = zip(source.tolist(), target.tolist(), strict=True)
+        num_wrong = sum(not np.array_equal(pages[a], pages[b]) for a, b in pairs)
+        if num_wrong:
+            raise DeviceError(f"{num_wrong} of {n} pages of {page_bytes} bytes came back changed")
+
+    def close(self) -> None:
+        """Let go of the codec. Nothing is in flight afterwards."""
+        self._arena.synchronize()
+        self._calls.close()
+        self._codec.codec.close()

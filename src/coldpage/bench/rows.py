@@ -1,0 +1,140 @@
+"""What every benchmark row says, and how it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from rich.table import Table
+
+__all__ = ["Row", "alternating", "append_rows", "median", "spread", "table_of", "timed_ms"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside its rival or limit, in the same run.
+
+    Samples are milliseconds a repetition.
+
+    ``ratio`` is rival over ours for ``is_faster_better`` (how many times faster, or what part of a
+    limit), else ours over rival.
+    """
+
+    name: str
+    config: str
+    rival: str
+    ours_ms: Sequence[float]
+    rival_ms: Sequence[float]
+    goal: str = "-"
+    is_faster_better: bool = True
+    notes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """By medians."""
+        ours, rival = statistics.median(self.ours_ms), statistics.median(self.rival_ms)
+        return rival / ours if self.is_faster_better else ours / rival
+
+
+def timed_ms(work: Callable[[], object]) -> float:
+    """How long ``work`` takes."""
+    started = perf_counter()
+    work()
+    return 1e3 * (perf_counter() - started)
+
+
+def median(samples: Sequence[float]) -> float:
+    """The middle of the samples."""
+    return float(statistics.median(samples))
+
+
+def alternating(
+    ours: Callable[[], float], rival: Callable[[], float], num_repeats: int
+) -> tuple[list[float], list[float]]:
+    """The samples of both, in turn, so that a slow moment of the machine falls on both; a first one
+    of each warms up and does not count.
+    """
+    samples: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(num_repeats + 1):
+        for work, kept in zip((ours, rival), samples, strict=True):
+            sample = work()
+            if repeat:
+                kept.append(sample)
+    return samples
+
+
+def spread(samples: Sequence[float]) -> str:
+    """Median and extremes, for people."""
+    digits = 2 if median(samples) >= 0.1 else 4
+    low, high = min(samples), max(samples)
+    return f"{median(samples):,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
+
+
+def table_of(title: str, rows: Sequence[Row]) -> Table:
+    """One line a row."""
+    table = Table(title=title, show_edge=False)
+    for column in ("what", "configuration", "ours ms", "rival", "rival ms", "ratio", "goal"):
+        is_text = column in ("what", "configuration", "rival")
+        table.add_column(column, justify="left" if is_text else "right")
+    for row in rows:
+        ours, rival = spread(row.ours_ms), spread(row.rival_ms)
+        table.add_row(row.name, row.config, ours, row.rival, rival, f"{row.ratio:.2f}", row.goal)
+    return table
+
+
+def append_rows(path: Path, benchmark: str, rows: Sequence[Row], device_name: str = "host") -> None:
+    """Add each row to a file of JSON lines, with the commit, the machine and every sample."""
+    machine = _machine(device_name)
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            record = {
+                **machine,
+                "benchmark": benchmark,
+                **dataclasses.asdict(row),
+                "median_ms": round(median(row.ours_ms), 6),
+                "rival_median_ms": round(median(row.rival_ms), 6),
+                "ratio": round(row.ratio, 3),
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def _machine(device_name: str) -> dict[str, str]:
+    cpu = "unknown"
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text(encoding="utf-8").splitlines()
+        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        cpu = next(iter(names), cpu)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _output_of("git", "rev-parse", "--short", "HEAD"),
+        "cpu": cpu,
+        "device": device_name,
+        "gpu": _gpu_name(device_name),
+        "python": platform.python_version(),
+    }
+
+
+def _gpu_name(device_name: str) -> str:
+    kind, _, index = device_name.partition(":")
+    if kind != "cuda":
+        return ""
+    query = ("--query-gpu=name,driver_version", "--format=csv,noheader")
+    return _output_of("nvidia-smi", "-i", index or "0", *query)
+
+
+def _output_of(*command: str) -> str:
+    """Empty where there is no such command, or it has nothing to say."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

@@ -1,0 +1,202 @@
+"""``coldpage bench``: tables of measurements beside the limit of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from rich.console import Console
+
+from coldpage.cli.device_flag import device_flag
+from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.sizes import AbsoluteSize, parse_size
+from coldpage.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from coldpage.bench.rows import Row
+    from coldpage.device.base import Device
+
+__all__ = ["bench", "manager", "migrate"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+# Wide enough for the tables where the output is a file.
+_TABLE_COLUMNS = 150
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine: tables with the physical limit measured in the same run.
+
+    \b
+    Examples:
+      coldpage bench migrate               pages between hot and host memory
+      coldpage bench disk                  pages to disk and back
+      coldpage bench resume                a session until its first step may launch
+      coldpage bench manager               what the manager costs its thread
+    """
+
+
+def _common_flags(num_repeats: int) -> Callable[[_Command], _Command]:
+    def add(command: _Command) -> _Command:
+        repeats = click.option(
+            "--repeats",
+            "num_repeats",
+            type=click.IntRange(1, 1000),
+            default=num_repeats,
+            show_default=True,
+            help="Repetitions of each measurement; the table shows medians.",
+        )
+        rows = click.option(
+            "--json",
+            "json_path",
+            type=click.Path(path_type=Path),
+            help="Append every row, with all samples, to this file, one JSON object a line.",
+        )
+        return device_flag(repeats(rows(command)))
+
+    return add
+
+
+def _bytes_of(text: str, flag: str) -> int:
+    size = parse_size(text)
+    if not isinstance(size, AbsoluteSize) or size.num_bytes == 0:
+        raise ConfigurationError(f"{flag} {text}: write a number of bytes, such as 64KiB")
+    return size.num_bytes
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_TABLE_COLUMNS)
+
+
+def _measure(
+    device_name: str,
+    json_path: Path | None,
+    benchmark: str,
+    run: Callable[[Device, Console], list[Row]],
+) -> None:
+    """Run the benchmark on the device and keep its rows."""
+    from coldpage.bench.rows import append_rows
+    from coldpage.device.opening import open_device
+
+    if json_path is not None:
+        _check_writable(json_path)
+    with contextlib.closing(open_device(device_name)) as device:
+        rows = run(device, _console())
+        if json_path is not None:
+            append_rows(json_path, benchmark, rows, device.name)
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes are spent. Raises ConfigurationError."""
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"--json: can not write to {path}: {error.strerror}") from error
+
+
+@bench.command()
+@_common_flags(5)
+@click.option(
+    "--bytes",
+    "total",
+    metavar="SIZE",
+    help="What a direction moves at a time. [default: 1GiB on a GPU, 64MiB elsewhere]",
+)
+@click.option(
+    "--segments",
+    metavar="SIZES",
+    help="Sizes of the parts of a page, such as 4KiB,64KiB,64KiB+16KiB; a plus joins the parts of "
+    "one page. [default: 4KiB to 4MiB, and a page of three parts]",
+)
+@click.option(
+    "--path",
+    type=click.Choice(("auto", "driver", "kernel")),
+    default="auto",
+    show_default=True,
+    help="Batches of single copies, a kernel that copies pages by index, or what suits the size.",
+)
+@click.option("--no-decode", is_flag=True, help="Leave out decoding beside moves (GPU only).")
+def migrate(
+    device: str,
+    num_repeats: int,
+    json_path: Path | None,
+    total: str | None,
+    segments: str | None,
+    path: str,
+    no_decode: bool,
+) -> None:
+    """Scattered pages between hot and host memory, against one contiguous copy of the same bytes.
+
+    \b
+    Examples:
+      coldpage bench migrate
+      coldpage bench migrate --device cuda:1 --segments 4KiB,2MiB --path kernel
+      coldpage bench migrate --json rows.jsonl
+    """
+    with failures_as_sentences():
+        from coldpage.bench.migrate import MigrateOptions, run_migrate
+        from coldpage.bench.page_moves import MovePath
+
+        defaults = MigrateOptions()
+        options = MigrateOptions(
+            path=MovePath(path),
+            num_bytes=None if total is None else _bytes_of(total, "--bytes"),
+            num_repeats=num_repeats,
+            segments=defaults.segments if segments is None else _segments(segments),
+            has_decode=not no_decode,
+        )
+        _measure(device, json_path, "migrate", lambda d, console: run_migrate(d, options, console))
+
+
+def _segments(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(_bytes_of(part, "--segments") for part in page.split("+")) for page in text.split(",")
+    )
+
+
+@bench.command()
+@_common_flags(7)
+@click.option(
+    "--pages",
+    "num_pages",
+    type=click.IntRange(1, 1_000_000),
+    default=2048,
+    show_default=True,
+    help="Pages of the session that is suspended and resumed.",
+)
+@click.option(
+    "--sequences",
+    "num_sequences",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Sequences that decode together.",
+)
+@click.option(
+    "--context",
+    "context_tokens",
+    type=click.IntRange(1, 1_000_000),
+    default=2048,
+    show_default=True,
+    help="Tokens of each.",
+)
+def manager(device: str, json_path: Path | None, **sizes: Any) -> None:
+    """What the manager costs the thread that owns it; the work it enqueues is not waited for.
+
+    On a GPU the pages are those of an 8B model (2 MiB), elsewhere tiny.
+
+    \b
+    Examples:
+      coldpage bench manager
+      coldpage bench manager --pages 10000 --repeats 3
+    """
+    with failures_as_sentences():
+        from coldpage.bench.manager_cost import ManagerOptions, run_manager
+
+        options = ManagerOptions(**sizes)
+        _measure(device, json_path, "manager", lambda d, console: run_manager(d, options, console))

@@ -1,0 +1,166 @@
+"""``coldpage bench`` on the host, small: the table is there and the rows say what it says."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from coldpage.bench.page_moves import MovePath, PageMoves
+from coldpage.cli.commands import coldpage
+from tests.tidy.tree import REPOSITORY
+
+KIB = 1024
+
+
+def run(tmp_path: Path, command: str, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    """What is printed, and the rows."""
+    file = tmp_path / "rows.jsonl"
+    flags = ["--device", "cpu", "--repeats", "2", "--json", str(file)]
+    result = CliRunner().invoke(coldpage, ["bench", command, *flags, *arguments])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        check_row(row, command)
+    return result.stdout, rows
+
+
+def check_row(row: dict[str, Any], command: str) -> None:
+    assert (row["benchmark"], row["device"], row["gpu"]) == (command, "host", "")
+    assert row["name"] and row["config"] and row["rival"] and row["cpu"] and row["date"]
+    for samples, median in (("ours_ms", "median_ms"), ("rival_ms", "rival_median_ms")):
+        assert min(row[samples]) > 0.0
+        assert row[median] == pytest.approx(statistics.median(row[samples]), abs=1e-5)
+    ours, rival = statistics.median(row["ours_ms"]), statistics.median(row["rival_ms"])
+    ratio = rival / ours if row["is_faster_better"] else ours / rival
+    assert row["ratio"] == pytest.approx(ratio, abs=1e-3)
+
+
+def test_migrate_measures_each_direction_of_each_page(tmp_path: Path) -> None:
+    printed, rows = run(
+        tmp_path, "migrate", "--bytes", "1MiB", "--segments", "4KiB,64KiB+16KiB+4KiB"
+    )
+    moves = [row for row in rows if row["name"] != "index upload"]
+    assert [row["name"] for row in moves] == 2 * ["offload", "onboard", "both ways"]
+    assert [row["notes"]["num_pages"] for row in moves] == 3 * [256] + 3 * [12]
+    for row, page_bytes in zip(moves, 3 * [4 * KIB] + 3 * [84 * KIB], strict=True):
+        num_bytes = row["notes"]["num_pages"] * page_bytes
+        num_bytes *= 2 if row["name"] == "both ways" else 1
+        gb_per_s = num_bytes / 1e6 / row["median_ms"]
+        assert row["notes"]["gb_per_s"] == pytest.approx(gb_per_s, rel=0.01, abs=2e-3)
+        assert len(row["ours_ms"]) == len(row["rival_ms"]) == 2
+        assert row["config"].endswith(", driver")
+    first = moves[0]
+    line = next(line for line in printed.splitlines() if line.startswith(" 4 KiB "))
+    cells = [cell.strip() for cell in line.split("│")]
+    assert cells[:3] == ["4 KiB", "driver", "256"]
+    assert cells[3] == f"{first['notes']['gb_per_s']:.1f}"
+    assert cells[6] == f"{first['rival_median_ms'] / first['median_ms']:.2f}"
+    assert [row["config"] for row in rows if row not in moves] == [
+        "1,024 pairs, 8 KiB",
+        "8,192 pairs, 64 KiB",
+    ]
+
+
+def test_migrate_takes_the_path_it_is_told(tmp_path: Path) -> None:
+    flags = ("--bytes", "1MiB", "--segments", "16KiB", "--path", "kernel")
+    printed, rows = run(tmp_path, "migrate", *flags)
+    assert rows[0]["config"].endswith(", kernel")
+    assert "kernel" in printed and "driver" not in printed
+
+
+def test_moves_that_change_a_page_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    onboard = PageMoves._decode
+
+    def shifted(self: PageMoves, hot: Any, cold: Any, stream: Any) -> None:
+        onboard(self, hot, cold[::-1], stream)
+
+    monkeypatch.setattr(PageMoves, "_decode", shifted)
+    flags = ["--device", "cpu", "--bytes", "1MiB", "--segments", "4KiB"]
+    result = CliRunner().invoke(coldpage, ["bench", "migrate", *flags])
+    assert result.exit_code == 2
+    assert result.stderr == "coldpage: 64 of 64 pages of 4096 bytes came back changed\n"
+
+
+def test_a_path_follows_the_devices_advice_or_not() -> None:
+    assert [path.max_kernel_bytes(512) for path in MovePath] == [512, 0, 1 << 62]
+
+
+def test_manager_costs_are_beside_their_limits(tmp_path: Path) -> None:
+    flags = ("--pages", "64", "--sequences", "3", "--context", "48")
+    printed, rows = run(tmp_path, "manager", *flags)
+    assert [row["config"] for row in rows] == [
+        *(3 * ["64 pages of 1,024 bytes"]),
+        "3 sequences of 48 tokens",
+    ]
+    for row in rows[:3]:
+        assert row["notes"]["us_a_page"] == pytest.approx(1e3 * row["median_ms"] / 64, abs=1e-3)
+        assert row["rival_ms"] == [64 * 5000 / 2048 / 1e3]
+    us = rows[3]["notes"]["us_a_sequence"]
+    assert us == pytest.approx(1e3 * rows[3]["median_ms"] / 3, abs=0.01)
+    assert rows[3]["rival_ms"] == [3 * 0.02]
+    assert f"decode step: {us:.1f} µs a sequence" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--segments", "4KiB,x"), "'x' is not a size; write for example 512MiB, 8GiB or 25%"),
+        (("--bytes", "50%"), "--bytes 50%: write a number of bytes, such as 64KiB"),
+        (
+            ("--bytes", "64KiB", "--segments", "32KiB+64KiB"),
+            "a page of 96 KiB does not fit 64 KiB: move more bytes",
+        ),
+        (("--bytes", "8KiB", "--segments", "4KiB", "--json", "/proc/rows"), "can not write to"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    command = ["bench", "migrate", "--device", "cpu", "--repeats", "1", *arguments]
+    result = CliRunner().invoke(coldpage, command)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_such_device_is_said_before_anything_runs() -> None:
+    result = CliRunner().invoke(coldpage, ["bench", "migrate", "--device", "tpu"])
+    assert result.exit_code == 2
+    assert "'tpu' is no device: write auto, cpu, cuda or cuda:N" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["migrate", "manager"])
+def test_help_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(coldpage, ["bench", command, "--help"])
+    assert result.exit_code == 0
+    assert f"\n    coldpage bench {command}\n" in result.output
+
+
+def test_the_command_line_starts_with_little_installed() -> None:
+    # A machine with a GPU to be measured need not have what a server needs.
+    code = (
+        "import sys\n"
+        "absent = 'msgspec fastapi pydantic uvicorn gguf accelerate jinja2 torch transformers'\n"
+        "sys.modules.update(dict.fromkeys(absent.split()))\n"
+        "from coldpage.cli.commands import coldpage\n"
+        "flags = '--device cpu --repeats 1'.split()\n"
+        "coldpage(['bench', 'manager', *flags, '--pages', '8', '--sequences', '1'],\n"
+        "         standalone_mode=False)\n"
+        "coldpage(['bench', 'migrate', *flags, '--bytes', '64KiB', '--segments', '4KiB'],\n"
+        "         standalone_mode=False)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PYTHONPATH": str(REPOSITORY / "src")},
+    )
+    assert result.returncode == 0, result.stderr
