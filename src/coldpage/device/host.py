@@ -21,7 +21,7 @@ from coldpage.device.progress import Progress
 from coldpage.errors import ClosedError, DeviceError
 from coldpage.types import DeviceArray, Int64Array, MemAddress
 
-__all__ = ["MAX_QUEUED_OPS", "HostDevice", "HostEvent", "HostMemory", "HostStream"]
+__all__ = ["MAX_QUEUED_OPS", "HostDevice", "HostEvent", "HostMemory", "HostStream", "ram_bytes"]
 
 # A submitter waits for room beyond this. It can not deadlock: an event exists before anything waits
 # for it, so what a queue's head waits for never depends on a later submission.
@@ -136,7 +136,8 @@ def _map_reserved(num_bytes: int, max_bytes: int) -> mmap.mmap:
     return _map(num_bytes)
 
 
-def _ram_bytes() -> int:
+def ram_bytes() -> int:
+    """All RAM of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -301,7 +302,7 @@ class HostDevice(Device):
         growable can take all RAM of the machine, where the machine lends that many addresses.
         """
         self._check_open()
-        max_bytes = max(num_bytes, _ram_bytes()) if is_growable else num_bytes
+        max_bytes = max(num_bytes, ram_bytes()) if is_growable else num_bytes
         memory = HostMemory(num_bytes, kind, max_bytes)
         if memory.max_bytes < max_bytes and not self._is_shortage_told:
             self._is_shortage_told = True

@@ -22,10 +22,14 @@ class Progress:
             self._generation += 1
             self._condition.notify_all()
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until there was a signal since this thread's last wait, or the time is over."""
+    def wait(self, timeout_s: float) -> bool:
+        """Block until there was a signal since this thread's last wait, or the time is over.
+
+        Returns whether there was one.
+        """
         seen: int = getattr(self._seen, "generation", 0)
         with self._condition:
             if self._generation == seen:
                 self._condition.wait(timeout_s)
             self._seen.generation = self._generation
+            return self._generation != seen

@@ -1,0 +1,106 @@
+"""How bytes get across the link: batches of the driver, the page kernel, or both.
+
+The driver's copies use the link best when segments are large. Each costs it 0.5 us to submit and a
+pause between two, so small segments are for the kernel; in between both share the pages, and one
+fills the pauses of the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from coldpage.device.copies import CopyList
+from coldpage.device.cuda.driver import Driver, SrcAccessOrder
+from coldpage.types import Int64Array
+
+__all__ = [
+    "BATCH_BYTES",
+    "KERNEL_MAX_BYTES",
+    "KernelShare",
+    "kernel_share",
+    "split_at",
+    "split_batches",
+    "submit_copies",
+]
+
+# The link works on the first batches while the next are submitted; a single batch also pauses
+# longer between its copies than several do.
+BATCH_BYTES: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """The fraction of the pages that the kernel copies, with so many programs; the driver takes the
+    others meanwhile.
+    """
+
+    num_programs: int
+    fraction: float
+
+
+# Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
+# docs/PERFORMANCE.md. More programs move no more; both directions at once go best with twice as
+# many for uploads.
+_SHARES: Final = (
+    (48 * 1024, KernelShare(32, 1.0), KernelShare(16, 1.0)),
+    (96 * 1024, KernelShare(4, 0.5), KernelShare(8, 0.65)),
+    (192 * 1024, KernelShare(0, 0.0), KernelShare(4, 0.65)),
+)
+_FORCED: Final = (KernelShare(32, 1.0), KernelShare(16, 1.0))
+KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
+
+
+def kernel_share(segment_bytes: int, *, is_upload: bool) -> KernelShare:
+    """The best found for segments of that size. Pure."""
+    for max_bytes, upload, download in _SHARES:
+        if segment_bytes <= max_bytes:
+            return upload if is_upload else download
+    return _FORCED[0] if is_upload else _FORCED[1]  # whoever asks for pages this way wants it so
+
+
+def split_at(copies: CopyList, boundaries: Int64Array) -> CopyList:
+    """Cut copies in two where source or destination reaches across one of the sorted addresses.
+    Pure.
+    """
+    for side in (0, 1):
+        while True:
+            start, sizes = copies[side], copies[2]
+            following = np.searchsorted(boundaries, start, side="right")
+            is_cut = following < np.searchsorted(boundaries, start + sizes, side="left")
+            if not is_cut.any():
+                break
+            head = sizes.copy()
+            head[is_cut] = boundaries[following[is_cut]] - start[is_cut]
+            tails = [column[is_cut] + head[is_cut] for column in copies[:2]]
+            tails.append((sizes - head)[is_cut])
+            whole = (copies[0], copies[1], head)
+            dst, src, sizes = (np.concatenate(both) for both in zip(whole, tails, strict=True))
+            copies = dst, src, sizes
+    return copies
+
+
+def split_batches(sizes: Int64Array) -> list[slice]:
+    """The copies in runs of about ``BATCH_BYTES``. Pure."""
+    total = int(sizes.sum())
+    count = min(sizes.size, max(1, round(total / BATCH_BYTES)))
+    cuts = np.searchsorted(np.cumsum(sizes), np.arange(1, count) * (total / count)) + 1
+    edges = [0, *cuts.tolist(), sizes.size]
+    return [slice(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+def submit_copies(driver: Driver, copies: CopyList, stream: int) -> None:
+    """Enqueue contiguous int64 columns of copies: in batches, or one by one where the driver has no
+    batches. The context is current.
+    """
+    dst, src, sizes = copies
+    if not driver.has_batch_copy:
+        for to, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            driver.call("cuMemcpyAsync", to, source, size, stream)
+        return
+    for run in split_batches(sizes):
+        to, source, size = (column[run].ctypes.data for column in (dst, src, sizes))
+        driver.copy_batch(to, source, size, run.stop - run.start, SrcAccessOrder.STREAM, stream)

@@ -1,0 +1,225 @@
+"""Streams of a CUDA device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coldpage.device.base import Accesses, Event, PageParts, Stream
+from coldpage.device.copies import CopyList, merge_copies, page_copies
+from coldpage.device.cuda.copies import KernelShare, kernel_share, split_at, submit_copies
+from coldpage.device.cuda.driver import DriverError, HostFunction
+from coldpage.device.cuda.events import CudaEvent, HostWork, Timeline
+from coldpage.errors import ClosedError, SubmissionError
+from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, Int64Array, MemAddress
+
+if TYPE_CHECKING:
+    from coldpage.device.cuda.device import CudaDevice
+
+__all__ = ["CudaStream"]
+
+# Host functions on their way, by the number that the driver hands back.
+_host_work: dict[int, HostWork] = {}
+_work_numbers = itertools.count(1)
+
+
+@HostFunction  # type: ignore[untyped-decorator]
+def _run_host_work(number: int) -> None:
+    _host_work.pop(number).run()
+
+
+class CudaStream(Stream):
+    """A stream of a device, its own or somebody else's.
+
+    A host function that raises poisons the stream: host functions behind it do not run, its events
+    raise, and every later call raises DeviceError from the exception. Copies behind it run.
+    """
+
+    def __init__(self, device: CudaDevice, name: str, handle: int, *, is_owned: bool) -> None:
+        self.name = name
+        self.handle = handle
+        self.timeline = Timeline(name, device.context, device.events)
+        self._device = device
+        self._driver = device.driver
+        self._context = device.context
+        self._is_owned = is_owned
+        self._is_closed = False
+        self._host_work: tuple[HostWork, ...] = ()
+        self._lane: int | None = None
+        self._torch_stream: Any = None
+
+    # ------------------------------------------------------------------ work
+
+    def launch(self, work: Callable[[], None], *, reads: Accesses, writes: Accesses) -> None:
+        """Enqueue ``work``; a thread of the driver runs it. It must call nothing of CUDA, and
+        reaches page-locked memory only. Nobody checks its accesses.
+        """
+        self._check()
+        host_work = HostWork(work, self._host_work)
+        number = next(_work_numbers)
+        _host_work[number] = host_work
+        try:
+            with self._context:
+                self._driver.call("cuLaunchHostFunc", self.handle, _run_host_work, number)
+        except DriverError as error:
+            del _host_work[number]
+            raise self._rejected("a host function", error) from error
+        self._host_work = (host_work,)
+
+    def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
+        """Enqueue the copies, in batches of the driver."""
+        assert dst.shape == src.shape == num_bytes.shape, "three [num_copies] arrays"
+        self._check()
+        if dst.size:
+            copies = dst, src, num_bytes
+            self._submit("a copy", lambda: self._submit_copies(copies, self.handle))
+
+    def _submit_copies(self, copies: CopyList, stream: int) -> None:
+        copies = merge_copies(*copies)
+        boundaries = self._device.boundaries
+        if boundaries.size:
+            copies = split_at(copies, boundaries)
+        dst, src, sizes = (np.ascontiguousarray(column, np.int64) for column in copies)
+        if sizes.size:
+            submit_copies(self._driver, (dst, src, sizes), stream)
+
+    def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        """Enqueue a kernel that copies the pages; the driver takes its share of them meanwhile
+        where that is faster and ``pairs.host`` is known.
+        """
+        self._check()
+        if pairs.size:
+            self._submit("a copy of pages", lambda: self._copy_pages(parts, pairs))
+
+    def _copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
+        is_upload = self._device.is_pinned(MemAddress(int(parts.src_base[0])))
+        share = kernel_share(int(parts.num_bytes.max()), is_upload=is_upload)
+        host = pairs.host
+        if host is None:
+            share = KernelShare(max(share.num_programs, 1), 1.0)
+        num_kernel = int(share.fraction * pairs.size)
+        # The kernel first: it moves already while the driver's copies are being submitted.
+        lane = self.handle
+        if 0 < num_kernel < pairs.size:
+            lane = self._side_lane()
+            self._order(self.handle, lane)
+        if num_kernel:
+            self._run_kernel(parts, pairs.address, num_kernel, share.num_programs)
+        if num_kernel < pairs.size:
+            assert host is not None and host.dtype == PAGE_INDEX_PAIR
+            rest = host[num_kernel:].view(PAGE_INDEX_PAIR)
+            self._submit_copies(page_copies(parts, rest), lane)
+        if lane != self.handle:
+            self._order(lane, self.handle)
+
+    def _side_lane(self) -> int:
+        """A stream beside this one, for copies that run while a kernel does."""
+        if self._lane is None:
+            self._lane = self._driver.create_stream()
+        return self._lane
+
+    def _order(self, first: int, then: int) -> None:
+        """What comes on stream ``then`` starts after what is on stream ``first``."""
+        event = self._device.events.take()
+        try:
+            self._driver.call("cuEventRecord", event, first)
+            self._driver.call("cuStreamWaitEvent", then, event, 0)
+        finally:
+            # The wait keeps what the event is now, so the handle is free again.
+            self._device.events.give_back(event)
+
+    def _run_kernel(
+        self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
+    ) -> None:
+        # torch and triton load here, with the first small pages, and not with the device.
+        import torch
+
+        from coldpage.kernels.page_copy import PagePart, copy_part
+
+        index = self._device.index
+        if self._torch_stream is None:
+            self._torch_stream = torch.cuda.ExternalStream(self.handle, device=index)  # type: ignore[no-untyped-call]
+        columns = (
+            parts.dst_base,
+            parts.dst_stride_bytes,
+            parts.src_base,
+            parts.src_stride_bytes,
+            parts.num_bytes,
+        )
+        with torch.cuda.device(index), torch.cuda.stream(self._torch_stream):
+            for part in zip(*(column.tolist() for column in columns), strict=True):
+                copy_part(int(pairs), num_pages, PagePart(*part), num_programs)
+
+    def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
+        """Enqueue the copy of the array as it is now."""
+        assert data.dtype == np.uint8 and data.ndim == 1, "bytes [num_bytes]"
+        self._check()
+        if data.size:
+            kept = np.ascontiguousarray(data)
+            self._submit("an upload", lambda: self._device.uploader.upload(dst, kept, self.handle))
+
+    def _submit(self, what: str, submit: Callable[[], None]) -> None:
+        try:
+            with self._context:
+                submit()
+        except DriverError as error:
+            raise self._rejected(what, error) from error
+
+    def _rejected(self, what: str, error: DriverError) -> SubmissionError:
+        return SubmissionError(f"{what} was rejected on stream {self.name!r}: {error}")
+
+    # ------------------------------------------------------------------ order
+
+    def record(self) -> CudaEvent:
+        """An event for all work enqueued so far."""
+        self._check()
+        self._host_work = tuple(work for work in self._host_work if not work.is_fine)
+        with self._context:
+            return self.timeline.record(self.handle, self._host_work)
+
+    def wait(self, event: Event) -> None:
+        """Hold later work until ``event`` is done."""
+        assert isinstance(event, CudaEvent), "an event of a CUDA device"
+        self._check()
+        self.timeline.raise_failure(event.host_work)
+        if event.handle is None or event.timeline is self.timeline:
+            return
+        with self._context:
+            self._driver.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+        running = tuple(work for work in event.host_work if not work.is_fine)
+        self._host_work = (*self._host_work, *running)
+
+    def synchronize(self) -> None:
+        """Block until all enqueued work has completed. Raises DeviceError when some failed."""
+        with self._context:
+            self._driver.call("cuStreamSynchronize", self.handle)
+        self.timeline.raise_failure(self._host_work)
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the stream {self.name!r} is closed")
+        self.timeline.raise_failure(self._host_work)
+
+    @property
+    def unheard_failure(self) -> BaseException | None:
+        """What failed here, when no call has told so."""
+        failures = [work.failure for work in self._host_work if work.failure is not None]
+        return failures[0] if failures and not self.timeline.num_failures_told else None
+
+    def close(self) -> None:
+        """Finish what is enqueued; a stream of its own is gone then. The context is current.
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._driver.call("cuStreamSynchronize", self.handle)
+        self.timeline.sweep()
+        if self._lane is not None:
+            self._driver.call("cuStreamDestroy_v2", self._lane)
+        if self._is_owned:
+            self._driver.call("cuStreamDestroy_v2", self.handle)
