@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from coldpage.codecs import ColdPageCodec, LifeCycleDesc, create_default_cold_page_codec
+from coldpage.device.base import Device
 from coldpage.testing.codec_kit import DEVICES, CodecConformance, RigMaker
 from coldpage.testing.example_codecs import (
     CoarseCodec,
@@ -21,13 +22,54 @@ from coldpage.testing.example_codecs import (
 )
 from coldpage.testing.page_codec import HotPages, PageCodec, Strided
 from coldpage.types import DeviceArray, PageClass, PageIndexLocation
+from tests.conformance.far_device import FarDevice
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 class TestConcatCodec(CodecConformance):
+    """The default codec, also where the host can not reach the hot level."""
+
+    devices: Sequence[str] = (*DEVICES, "far")
+    max_page_kernel_bytes = 0
+
+    def make_device(self, name: str, seed: int) -> Device:
+        return FarDevice() if name == "far" else super().make_device(name, seed)
+
     def make_codec(self) -> ColdPageCodec:
-        return create_default_cold_page_codec()
+        return create_default_cold_page_codec(self.max_page_kernel_bytes)
+
+
+class TestConcatCodecThatCopiesPages(TestConcatCodec):
+    max_page_kernel_bytes = 1 << 20
+
+
+class TestConcatCodecThatCopiesSmallPages(TestConcatCodec):
+    """One hot pool group in each way."""
+
+    max_page_kernel_bytes = 512
+
+
+@pytest.mark.gpu
+class TestConcatCodecOnCuda(TestConcatCodec):
+    """All pages by copies that the driver makes."""
+
+    devices = ("cuda",)
+
+    def make_device(self, name: str, seed: int) -> Device:
+        from coldpage.device.cuda import CudaDevice
+
+        return CudaDevice()
+
+
+@pytest.mark.gpu
+class TestConcatCodecThatCopiesPagesOnCuda(TestConcatCodecOnCuda):
+    max_page_kernel_bytes = 1 << 20
+
+
+@pytest.mark.gpu
+class TestConcatCodecThatCopiesSmallPagesOnCuda(TestConcatCodecOnCuda):
+    max_page_kernel_bytes = 512
 
 
 class TestPaddingCodec(CodecConformance):
@@ -297,6 +339,24 @@ class _ReadsIndicesOnTheHost(DeviceIndexCodec):
             )
 
 
+class _ReadsTheHostsIndicesLate(DeviceIndexCodec):
+    """Takes what the host has of the pairs when its work runs."""
+
+    def encode(self, life_cycle_id: Any, dst_base: Any, pairs: Any, stream: Any, _: Any) -> None:
+        hot = self._hot[life_cycle_id]
+        cold = Strided(dst_base, hot.page_bytes)
+        if pairs.size:
+            host = pairs.host
+            sources = hot.ranges(host["src"].astype(np.int64))
+            targets = cold.ranges(host["dst"].astype(np.int64))
+
+            def work() -> None:
+                dst, src = host["dst"].astype(np.int64), host["src"].astype(np.int64)
+                cold.view(dst)[dst] = hot.load(src)
+
+            stream.launch(work, reads=sources, writes=targets)
+
+
 class _BatchesWhatDiffers(_Plain):
     """Says that two life cycles encode alike, and they do not."""
 
@@ -326,6 +386,7 @@ _BROKEN: dict[type[ColdPageCodec], str] = {
     _LosesOddBytes: "test_pools_of_odd_sizes",
     _ReadsPagesEarly: "test_calls_on_a_stream_run_in_order",
     _ReadsIndicesOnTheHost: "test_pages_go_out_and_come_back",
+    _ReadsTheHostsIndicesLate: "test_a_call_does_not_wait_and_nothing_happens_early",
     _BatchesWhatDiffers: "test_life_cycles_of_a_class_encode_alike",
 }
 # What only the simulated device sees.

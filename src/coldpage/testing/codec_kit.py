@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from coldpage.codecs.base import ColdPageCodec, LifeCycleDesc
+from coldpage.device.base import Device
 from coldpage.device.host import HostDevice
 from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import CodecError, SubmissionError
@@ -41,9 +42,7 @@ class RigMaker:
         """A rig with a new codec; hot pool groups as the kit has them unless ``shapes`` are given.
         Raises CodecError when the codec refuses them.
         """
-        is_simulated = self._device_name == "simulated"
-        # The seed decides the order in which the device runs things.
-        device = SimulatedDevice(len(self._rigs)) if is_simulated else HostDevice()
+        device = self._kit.make_device(self._device_name, len(self._rigs))
         try:
             rig = CodecRig(
                 self._kit.make_codec(),
@@ -65,7 +64,8 @@ class RigMaker:
 
 
 class CodecConformance:
-    """Tests of one codec, on the host device and on the simulated one. For example::
+    """Tests of one codec, on the host device and on the simulated one, or on others that a subclass
+    makes. For example::
 
         class TestHalfCodec(CodecConformance):
             def make_codec(self):
@@ -84,6 +84,12 @@ class CodecConformance:
 
     # Of a size that the codec can take; the layer groups are 0 and up, each in one place.
     pool_groups: Sequence[HotGroupShape] = _GROUPS
+    # Names that ``make_device`` knows.
+    devices: Sequence[str] = DEVICES
+
+    def make_device(self, name: str, seed: int) -> Device:
+        """A new device. The seed decides the order in which it runs things, where one can."""
+        return SimulatedDevice(seed) if name == "simulated" else HostDevice()
 
     def make_codec(self) -> ColdPageCodec:
         """A new codec."""
@@ -109,7 +115,12 @@ class CodecConformance:
             else:
                 self.check_restored(lc, original, restored)
 
-    @pytest.fixture(params=DEVICES)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each test on all devices."""
+        if "make_rig" in metafunc.fixturenames:
+            metafunc.parametrize("make_rig", self.devices, indirect=True)
+
+    @pytest.fixture
     def make_rig(self, request: pytest.FixtureRequest) -> Iterator[RigMaker]:
         """Rigs on each device, closed and checked afterwards."""
         maker = RigMaker(self, request.param)

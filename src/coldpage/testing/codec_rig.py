@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from coldpage.codecs.base import (
 from coldpage.codecs.configured import ConfiguredCodec
 from coldpage.device.base import Device, Memory, MemoryKind
 from coldpage.device.simulated import SimulatedDevice
+from coldpage.testing.memory_access import allocate_ready, read_memory, write_memory
 from coldpage.testing.watched_stream import WatchedStream
 from coldpage.types import (
     PAGE_INDEX_PAIR,
@@ -50,7 +51,12 @@ _GUARD_BYTES: Final = 4096
 # A codec that blocks is found after this long.
 _HELD_S: Final = 2.0
 
+_PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
+_ORDINAL_BYTES: Final = 4
+_INDEX_ROOM_BYTES: Final = 16 * 1024
+
 _Bytes = npt.NDArray[np.uint8]
+_Item = TypeVar("_Item", bound=np.generic)
 Indices = Sequence[int] | npt.NDArray[np.integer]
 
 # The bytes of every memory at some time.
@@ -80,7 +86,7 @@ class ColdArea:
     @property
     def pages(self) -> _Bytes:
         """All pages, [NUM_SLOTS, page_bytes]."""
-        return _inner(self.memory).reshape(NUM_SLOTS, self.page_bytes)
+        return _inner(self.memory.array).reshape(NUM_SLOTS, self.page_bytes)
 
 
 class CodecRig:
@@ -103,6 +109,7 @@ class CodecRig:
         self._contents = contents
         self._rng = np.random.default_rng(3)
         self._memories: list[Memory] = []
+        self._index_room: list[tuple[MemAddress, int]] = []  # zeros that nobody has had yet
         self._slots: list[Memory] = []  # pools and areas, with guards
         self._streams: list[WatchedStream] = []
         self.stream = self.new_stream()
@@ -127,13 +134,14 @@ class CodecRig:
     # Memory
 
     def _allocate(self, num_bytes: int, kind: MemoryKind) -> Memory:
-        memory = self.device.allocate(num_bytes, kind)
+        memory = allocate_ready(self.device, num_bytes, kind)
         self._memories.append(memory)
         return memory
 
     def _allocate_slots(self, slot_bytes: int, kind: MemoryKind) -> Memory:
         memory = self._allocate(slot_bytes * NUM_SLOTS + 2 * _GUARD_BYTES, kind)
-        memory.array[:] = self._rng.integers(0, 256, memory.num_bytes)
+        junk = self._rng.integers(0, 256, memory.num_bytes, np.uint8)
+        write_memory(self.device, memory, junk)
         self._slots.append(memory)
         return memory
 
@@ -145,27 +153,31 @@ class CodecRig:
     def refill(self, group: int) -> None:
         """New contents for every hot page of a pool group. Nothing may be in flight."""
         for memory in self.pools[group]:
-            inner = _inner(memory)
-            inner[:] = self._contents(self._rng, inner.size)
+            contents = self._contents(self._rng, memory.num_bytes - 2 * _GUARD_BYTES)
+            write_memory(self.device, memory, contents, _GUARD_BYTES)
 
     def load(self, life_cycle_id: LifeCycleId, slots: Indices) -> _Bytes:
         """Copies of hot pages, [num_pages, page_bytes], the pools one after another."""
         pools = self.pools[self.hot_group_of[life_cycle_id]]
-        return np.concatenate(
-            [_inner(m).reshape(NUM_SLOTS, -1)[np.asarray(slots, np.int64)] for m in pools], axis=1
-        )
+        where = np.asarray(slots, np.int64)
+        return np.concatenate([self._rows(memory)[where] for memory in pools], axis=1)
 
     def store(self, life_cycle_id: LifeCycleId, slots: Indices, pages: _Bytes) -> None:
         """Write hot pages."""
         start = 0
         for memory in self.pools[self.hot_group_of[life_cycle_id]]:
-            rows = _inner(memory).reshape(NUM_SLOTS, -1)
+            rows = self._rows(memory)
             rows[np.asarray(slots, np.int64)] = pages[:, start : start + rows.shape[1]]
+            write_memory(self.device, memory, rows.reshape(-1), _GUARD_BYTES)
             start += rows.shape[1]
+
+    def _rows(self, memory: Memory) -> _Bytes:
+        """A copy of the slots, [NUM_SLOTS, slot_bytes]."""
+        return _inner(read_memory(self.device, memory)).reshape(NUM_SLOTS, -1)
 
     def snapshot(self) -> Snapshot:
         """The bytes of all pools, areas and guards."""
-        return {memory.address: memory.array.copy() for memory in self._slots}
+        return {memory.address: read_memory(self.device, memory) for memory in self._slots}
 
     def check_only_cold_changed(self, before: Snapshot, area: ColdArea, indices: Indices) -> None:
         """Assert that all bytes are as before, except in these cold pages."""
@@ -188,10 +200,10 @@ class CodecRig:
         for memory in self._slots:
             if memory.address not in before:
                 continue
-            differs = memory.array != before[memory.address]
+            differs = read_memory(self.device, memory) != before[memory.address]
             slots = changed.get(memory.address)
             if slots is not None:
-                _inner(memory, differs).reshape(NUM_SLOTS, -1)[slots] = False
+                _inner(differs).reshape(NUM_SLOTS, -1)[slots] = False
             where = np.flatnonzero(differs)
             assert not where.size, (
                 f"the codec changes {where.size} bytes that are not its own, the first at "
@@ -263,8 +275,8 @@ class CodecRig:
                 if wanted is not None:
                     wanted[:] = 0
             else:
-                for array in (lent.pairs, lent.ordinals):
-                    self._overwrite(stream, array)
+                for array, size in ((lent.pairs, _PAIR_BYTES), (lent.ordinals, _ORDINAL_BYTES)):
+                    self._overwrite(stream, array, size)
 
     def _upload(
         self,
@@ -273,19 +285,37 @@ class CodecRig:
         ordinals: npt.NDArray[np.int32] | None,
     ) -> _Lent:
         def upload(array: npt.NDArray[np.generic]) -> DeviceArray:
-            memory = self._allocate(max(array.nbytes, 1), MemoryKind.DEVICE)
-            memory.array[:] = 0
+            address = self._take_index_room(array.nbytes)
             if array.size:
-                stream.inner.upload(memory.address, np.frombuffer(array.tobytes(), np.uint8))
-            return DeviceArray(memory.address, array.size)
+                stream.inner.upload(address, np.frombuffer(array.tobytes(), np.uint8))
+            return DeviceArray(address, array.size, array)
 
         return _Lent(stream, upload(pairs), None if ordinals is None else upload(ordinals))
 
-    def _overwrite(self, stream: WatchedStream, array: PageIndices | BlockOrdinals | None) -> None:
-        """As soon as what was enqueued so far is done, and not earlier."""
+    def _take_index_room(self, num_bytes: int) -> MemAddress:
+        """Device memory with zeros, for once."""
+        self._make_index_room(num_bytes)
+        address, num_left = self._index_room.pop()
+        used = -(-num_bytes // _PAIR_BYTES) * _PAIR_BYTES
+        self._index_room.append((MemAddress(address + used), num_left - used))
+        return address
+
+    def _make_index_room(self, num_bytes: int) -> None:
+        if not self._index_room or self._index_room[-1][1] < num_bytes:
+            memory = self._allocate(max(_INDEX_ROOM_BYTES, num_bytes), MemoryKind.DEVICE)
+            write_memory(self.device, memory, 0)
+            self._index_room = [(memory.address, memory.num_bytes)]
+
+    def _overwrite(
+        self, stream: WatchedStream, array: PageIndices | BlockOrdinals | None, item_bytes: int
+    ) -> None:
+        """What the host has of it now; the rest as soon as what was enqueued so far is done, and
+        not earlier.
+        """
         if isinstance(array, DeviceArray) and array.size:
-            (memory,) = (m for m in self._memories if m.address == array.address)
-            stream.inner.upload(memory.address, np.zeros(memory.num_bytes, np.uint8))
+            assert array.host is not None
+            array.host[...] = np.zeros((), array.host.dtype)
+            stream.inner.upload(array.address, np.zeros(array.size * item_bytes, np.uint8))
 
     def finish(self, stream: WatchedStream | None = None) -> None:
         """Wait for one stream only, and see what the codec did with it."""
@@ -304,6 +334,8 @@ class CodecRig:
         """Nothing that is enqueued on the stream runs before the end. Yields a check that the codec
         has not waited for it either.
         """
+        # Before anything is held: a device may wait for all streams when it makes memory.
+        self._make_index_room(_INDEX_ROOM_BYTES // 2)
         before = self.snapshot()
         gate = threading.Event()
         was_early: list[bool] = []
@@ -367,9 +399,9 @@ class _Lent:
     ordinals: BlockOrdinals | None
 
 
-def _inner(memory: Memory, array: npt.NDArray[np.generic] | None = None) -> npt.NDArray:  # type: ignore[type-arg]
+def _inner(array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
     """What lies between the guards."""
-    return (memory.array if array is None else array)[_GUARD_BYTES:-_GUARD_BYTES]
+    return array[_GUARD_BYTES:-_GUARD_BYTES]
 
 
 def _pairs(dst: Indices, src: Indices) -> npt.NDArray[np.void]:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Device, Memory, MemoryKind, Stream
+from coldpage.device.base import Device, Memory, MemoryKind
 from coldpage.types import MemAddress
 
 __all__ = ["allocate_ready", "read_memory", "wait_until_ready", "write_memory"]
@@ -17,9 +17,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 _DEADLINE_S: Final = 60.0
 _POLL_S: Final = 0.0005
-
-# The last device and its stream for copies here: streams are not given back before it closes.
-_last: list[tuple[Device, Stream]] = []
+_BOUNCE_BYTES: Final = 1 << 20
 
 
 def allocate_ready(
@@ -46,12 +44,7 @@ def read_memory(device: Device, memory: Memory) -> _Bytes:
     """A copy of the bytes, [num_bytes]. Blocks. Nothing that writes them may be in flight."""
     if memory.is_host_reachable:
         return memory.array.copy()
-    bounce = allocate_ready(device, memory.num_bytes, MemoryKind.PINNED)
-    try:
-        _copy(device, bounce.address, memory.address, memory.num_bytes)
-        return bounce.array.copy()
-    finally:
-        bounce.free()
+    return _bounce_of(device).read(memory.address, memory.num_bytes)
 
 
 def write_memory(device: Device, memory: Memory, data: npt.ArrayLike, start: int = 0) -> None:
@@ -63,18 +56,45 @@ def write_memory(device: Device, memory: Memory, data: npt.ArrayLike, start: int
     assert start + num_bytes <= memory.num_bytes, "the bytes lie in the memory"
     if memory.is_host_reachable:
         memory.array[start : start + num_bytes] = written
-    elif num_bytes:
-        bounce = allocate_ready(device, num_bytes, MemoryKind.PINNED)
-        try:
-            bounce.array[:] = written
-            _copy(device, MemAddress(memory.address + start), bounce.address, num_bytes)
-        finally:
-            bounce.free()
+    else:
+        address = MemAddress(memory.address + start)
+        _bounce_of(device).write(address, np.broadcast_to(written, num_bytes))
 
 
-def _copy(device: Device, dst: MemAddress, src: MemAddress, num_bytes: int) -> None:
-    if not _last or _last[0][0] is not device:
-        _last[:] = [(device, device.create_stream("memory access"))]
-    stream = _last[0][1]
-    stream.copy(np.array([dst]), np.array([src]), np.array([num_bytes]))
-    stream.synchronize()
+class _Bounce:
+    """A stream, and pinned memory that is kept: making and freeing it may wait for all streams of
+    the device, also for those that a test holds back.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = device.create_stream("memory access")
+        self._memory = allocate_ready(device, _BOUNCE_BYTES, MemoryKind.PINNED)
+
+    def read(self, address: MemAddress, num_bytes: int) -> _Bytes:
+        found = np.empty(num_bytes, np.uint8)
+        for start in range(0, num_bytes, _BOUNCE_BYTES):
+            part = found[start : start + _BOUNCE_BYTES]
+            self._copy(self._memory.address, MemAddress(address + start), part.size)
+            part[:] = self._memory.array[: part.size]
+        return found
+
+    def write(self, address: MemAddress, data: _Bytes) -> None:
+        for start in range(0, data.size, _BOUNCE_BYTES):
+            part = data[start : start + _BOUNCE_BYTES]
+            self._memory.array[: part.size] = part
+            self._copy(MemAddress(address + start), self._memory.address, part.size)
+
+    def _copy(self, dst: MemAddress, src: MemAddress, num_bytes: int) -> None:
+        self._stream.copy(np.array([dst]), np.array([src]), np.array([num_bytes]))
+        self._stream.synchronize()
+
+
+def _bounce_of(device: Device) -> _Bounce:
+    if not _last or _last[0].device is not device:
+        _last[:] = [_Bounce(device)]
+    return _last[0]
+
+
+# Of the device that was asked last; its closing ends it.
+_last: list[_Bounce] = []

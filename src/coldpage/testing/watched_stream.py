@@ -22,7 +22,8 @@ class WatchedStream(Stream):
 
     With ``isolates``, launched work sees only the bytes that it has declared: before it runs, the
     rest of the ``memories`` is zeroed, and put back afterwards. ``findings`` says in sentences what
-    it wrote beside its ranges. Only for a device on which nothing else runs meanwhile.
+    it wrote beside its ranges. Only for a device on which nothing else runs meanwhile, and while
+    the host reaches all of the memories.
     """
 
     def __init__(self, stream: Stream, memories: Sequence[Memory], *, isolates: bool) -> None:
@@ -37,7 +38,7 @@ class WatchedStream(Stream):
     def launch(self, work: Callable[[], None], *, reads: Accesses, writes: Accesses) -> None:
         """As the stream within, with the work in isolation."""
         self._count()
-        if self._isolates:
+        if self._isolates and all(memory.is_host_reachable for memory in self._memories):
             self.inner.launch(self._isolate(work, reads, writes), reads=reads, writes=writes)
         else:
             self.inner.launch(work, reads=reads, writes=writes)
