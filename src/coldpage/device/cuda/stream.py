@@ -159,8 +159,9 @@ class CudaStream(Stream):
         assert data.dtype == np.uint8 and data.ndim == 1, "bytes [num_bytes]"
         self._check()
         if data.size:
-            kept = np.ascontiguousarray(data)
-            self._submit("an upload", lambda: self._device.uploader.upload(dst, kept, self.handle))
+            kept, is_to_host = np.ascontiguousarray(data), self._device.is_pinned(dst)
+            upload = self._device.uploader.upload
+            self._submit("an upload", lambda: upload(dst, kept, self.handle, is_to_host=is_to_host))
 
     def _submit(self, what: str, submit: Callable[[], None]) -> None:
         try:

@@ -1,7 +1,8 @@
 """Uploads of ordinary host memory: small arrays that the caller wants back at once.
 
 The driver's batched copy can promise to have read its source when the call returns. Before it could
-(12.8), the bytes travel as the parameters of a kernel, some at a time, which a launch consumes.
+(12.8), and to destinations in host memory, which it then writes at once instead of in stream order,
+the bytes travel as the parameters of a kernel, some at a time, which a launch consumes.
 """
 
 from __future__ import annotations
@@ -63,11 +64,13 @@ class Uploader:
         self._module: int | None = None
         self._function = c_void_p()
 
-    def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8], stream: int) -> None:
+    def upload(
+        self, dst: MemAddress, data: npt.NDArray[np.uint8], stream: int, *, is_to_host: bool
+    ) -> None:
         """Enqueue the copy of contiguous ``data`` [num_bytes], read before the call returns. The
         context is current.
         """
-        if self._is_batched:
+        if self._is_batched and not is_to_host:
             to, source, size = (
                 np.array([value], np.int64) for value in (dst, data.ctypes.data, data.size)
             )
