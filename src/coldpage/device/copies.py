@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -76,8 +76,15 @@ def page_copies(parts: PageParts, pairs: npt.NDArray[np.void]) -> CopyList:
     return dst.reshape(-1), src.reshape(-1), sizes.reshape(-1)
 
 
-def launch_page_copy(stream: Stream, parts: PageParts, pairs: DeviceArray) -> None:
-    """``Stream.copy_pages`` for a device whose memory the host reaches: one launched function."""
+def launch_page_copy(
+    stream: Stream,
+    parts: PageParts,
+    pairs: DeviceArray,
+    check: Callable[[CopyList], None] | None = None,
+) -> None:
+    """``Stream.copy_pages`` for a device whose memory the host reaches: one launched function.
+    ``check`` sees the single copies just before they run.
+    """
     num_bytes = pairs.size * PAGE_INDEX_PAIR.itemsize
 
     def copies() -> CopyList:
@@ -92,8 +99,14 @@ def launch_page_copy(stream: Stream, parts: PageParts, pairs: DeviceArray) -> No
     def reads() -> Sequence[ByteRange]:
         return [ByteRange(pairs.address, num_bytes), *ranges(1)]
 
+    def work() -> None:
+        found = copies()
+        if check is not None:
+            check(found)
+        run_copies(found)
+
     if pairs.size:
-        stream.launch(lambda: run_copies(copies()), reads=reads, writes=lambda: ranges(0))
+        stream.launch(work, reads=reads, writes=lambda: ranges(0))
 
 
 def has_overlap(copies: CopyList) -> bool:

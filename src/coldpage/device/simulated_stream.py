@@ -16,10 +16,12 @@ from coldpage.device.copies import (
     has_overlap,
     launch_page_copy,
     merge_copies,
+    page_copies,
     run_copies,
     write_bytes,
 )
 from coldpage.device.simulated_history import (
+    CallSite,
     Clock,
     LateCheck,
     Origin,
@@ -32,7 +34,7 @@ from coldpage.device.simulated_history import (
 )
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError
-from coldpage.types import DeviceArray, Int64Array, MemAddress
+from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, Int64Array, MemAddress
 
 __all__ = ["MAX_STEPS_PER_POLL", "SimulatedEvent", "SimulatedStream"]
 
@@ -136,13 +138,7 @@ class SimulatedStream(Stream):
             dst.astype(np.int64), src.astype(np.int64), num_bytes.astype(np.int64)
         )
         to, source, size = (column.tolist() for column in copies)
-        if has_overlap(copies):
-            self._world.history.report(
-                ViolationKind.RACE,
-                f"copy on stream {self.name!r} at {call_site()} writes bytes that it also reads "
-                "or writes elsewhere",
-                (call_site(),),
-            )
+        self._check_apart("copy", copies, call_site())
         self._submit(
             "copy",
             lambda: run_copies(copies),
@@ -151,8 +147,29 @@ class SimulatedStream(Stream):
         )
 
     def copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
-        """Enqueue the copies as one operation. Their accesses are checked when it runs."""
-        launch_page_copy(self, parts, pairs)
+        """Enqueue the copies as one operation. Their accesses are checked when it runs, and that
+        the host has the same pairs.
+        """
+        site = call_site()
+        expected = (
+            None if pairs.host is None else page_copies(parts, pairs.host.view(PAGE_INDEX_PAIR))
+        )
+
+        def check(copies: CopyList) -> None:
+            for found, wanted in zip(copies, expected or copies, strict=True):
+                assert np.array_equal(found, wanted), "the pairs on the host are other ones"
+            self._check_apart("copy of pages", merge_copies(*copies), site)
+
+        launch_page_copy(self, parts, pairs, check)
+
+    def _check_apart(self, what: str, copies: CopyList, site: CallSite) -> None:
+        if has_overlap(copies):
+            self._world.history.report(
+                ViolationKind.RACE,
+                f"{what} on stream {self.name!r} at {site} writes bytes that it also reads or "
+                "writes elsewhere",
+                (site,),
+            )
 
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """Enqueue the copy of the array as it is now. Its access is checked now."""
