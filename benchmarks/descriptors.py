@@ -43,6 +43,9 @@ class _Discard(Stream):
     def launch(self, work, *, reads, writes) -> None:  # type: ignore[no-untyped-def]
         raise NotImplementedError
 
+    def copy_pages(self, parts, pairs) -> None:  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
     def upload(self, dst, data) -> None:  # type: ignore[no-untyped-def]
         raise NotImplementedError
 

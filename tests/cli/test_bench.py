@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from coldpage.bench import disk
 from coldpage.bench.page_moves import MovePath, PageMoves
 from coldpage.cli.commands import coldpage
 from tests.tidy.tree import REPOSITORY
@@ -109,6 +110,40 @@ def test_manager_costs_are_beside_their_limits(tmp_path: Path) -> None:
     assert f"decode step: {us:.1f} µs a sequence" in printed
 
 
+def test_disk_moves_pages_and_blobs_beside_plain_files(tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    flags = ("--bytes", "1MiB", "--blocks", "64KiB", "--directory", str(directory))
+    printed, rows = run(tmp_path, "disk", *flags)
+    names = ["page writes", "page reads", "blob writes", "blob reads"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert row["config"] == "16 blocks of 64 KiB"
+        mb_per_s = 1e3 * 16 * 64 * KIB / 1e6 / row["median_ms"]
+        assert row["notes"]["mb_per_s"] == pytest.approx(mb_per_s, rel=0.01)
+        assert f"{row['notes']['mb_per_s']:,.0f}" in printed
+    # Both are beside the same plain writes.
+    assert rows[0]["rival_ms"] == rows[2]["rival_ms"] != rows[1]["rival_ms"]
+    assert list(directory.iterdir()) == []
+
+
+def test_blocks_must_be_readable_past_the_page_cache(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--directory", str(tmp_path), "--blocks", "5000B"]
+    result = CliRunner().invoke(coldpage, ["bench", "disk", *flags])
+    assert result.exit_code == 2
+    assert "use multiples of 4 KiB" in result.stderr
+
+
+def test_pages_that_did_not_move_are_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "evict_all", lambda manager: None)
+    flags = ["--device", "cpu", "--bytes", "128KiB", "--blocks", "64KiB"]
+    command = ["bench", "disk", *flags, "--directory", str(tmp_path)]
+    result = CliRunner().invoke(coldpage, command)
+    assert result.exit_code == 2
+    assert "of 2 pages to disk and back these moved: {}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -135,14 +170,14 @@ def test_no_such_device_is_said_before_anything_runs() -> None:
     assert "'tpu' is no device: write auto, cpu, cuda or cuda:N" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["migrate", "manager"])
+@pytest.mark.parametrize("command", ["migrate", "disk", "manager"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, ["bench", command, "--help"])
     assert result.exit_code == 0
     assert f"\n    coldpage bench {command}\n" in result.output
 
 
-def test_the_command_line_starts_with_little_installed() -> None:
+def test_the_command_line_starts_with_little_installed(tmp_path: Path) -> None:
     # A machine with a GPU to be measured need not have what a server needs.
     code = (
         "import sys\n"
@@ -152,6 +187,8 @@ def test_the_command_line_starts_with_little_installed() -> None:
         "flags = '--device cpu --repeats 1'.split()\n"
         "coldpage(['bench', 'manager', *flags, '--pages', '8', '--sequences', '1'],\n"
         "         standalone_mode=False)\n"
+        "coldpage(['bench', 'disk', *flags, '--bytes', '64KiB', '--blocks', '64KiB',\n"
+        f"          '--directory', {str(tmp_path)!r}], standalone_mode=False)\n"
         "coldpage(['bench', 'migrate', *flags, '--bytes', '64KiB', '--segments', '4KiB'],\n"
         "         standalone_mode=False)\n"
     )

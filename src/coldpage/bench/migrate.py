@@ -17,14 +17,14 @@ from rich.table import Table
 
 from coldpage.bench.arena import Arena, Direction, default_bytes, is_gpu
 from coldpage.bench.page_moves import MovePath, PageMoves
-from coldpage.bench.rows import Row, median
+from coldpage.bench.rows import Row, median, size_name
 from coldpage.device.base import Device
 from coldpage.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from coldpage.bench.decode_load import DecodeLoad
 
-__all__ = ["CALL_PAGES", "MIXED_SEGMENTS", "SEGMENTS", "MigrateOptions", "run_migrate", "size_name"]
+__all__ = ["CALL_PAGES", "MIXED_SEGMENTS", "SEGMENTS", "MigrateOptions", "run_migrate"]
 
 _KIB: Final = 1024
 _MIB: Final = 1024 * 1024
@@ -107,13 +107,6 @@ def run_migrate(device: Device, options: MigrateOptions, console: Console) -> li
     if options.has_decode and is_gpu(device):
         rows += _beside_decoding(arena, options, console)
     return rows
-
-
-def size_name(num_bytes: int) -> str:
-    """For people: ``4 KiB``, ``2 MiB``."""
-    if num_bytes >= _MIB:
-        return f"{num_bytes / _MIB:,.4g} MiB"
-    return f"{num_bytes / _KIB:.4g} KiB"
 
 
 def _shape_name(segments: Sequence[int]) -> str:

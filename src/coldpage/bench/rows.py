@@ -15,7 +15,15 @@ from time import perf_counter
 
 from rich.table import Table
 
-__all__ = ["Row", "alternating", "append_rows", "median", "spread", "table_of", "timed_ms"]
+__all__ = [
+    "Row",
+    "append_rows",
+    "median",
+    "size_name",
+    "spread",
+    "table_of",
+    "timed_ms",
+]
 
 
 @dataclass(frozen=True)
@@ -56,26 +64,18 @@ def median(samples: Sequence[float]) -> float:
     return float(statistics.median(samples))
 
 
-def alternating(
-    ours: Callable[[], float], rival: Callable[[], float], num_repeats: int
-) -> tuple[list[float], list[float]]:
-    """The samples of both, in turn, so that a slow moment of the machine falls on both; a first one
-    of each warms up and does not count.
-    """
-    samples: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(num_repeats + 1):
-        for work, kept in zip((ours, rival), samples, strict=True):
-            sample = work()
-            if repeat:
-                kept.append(sample)
-    return samples
-
-
 def spread(samples: Sequence[float]) -> str:
     """Median and extremes, for people."""
     digits = 2 if median(samples) >= 0.1 else 4
     low, high = min(samples), max(samples)
     return f"{median(samples):,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
+
+
+def size_name(num_bytes: int) -> str:
+    """For people: ``4 KiB``, ``2 MiB``."""
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / (1 << 20):,.4g} MiB"
+    return f"{num_bytes / (1 << 10):.4g} KiB"
 
 
 def table_of(title: str, rows: Sequence[Row]) -> Table:

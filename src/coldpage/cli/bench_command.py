@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coldpage.cli.device_flag import device_flag
 from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.machine import default_disk_directory, expand_user, prepare_directory
 from coldpage.cli.sizes import AbsoluteSize, parse_size
 from coldpage.errors import ConfigurationError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
-__all__ = ["bench", "manager", "migrate"]
+__all__ = ["bench", "disk", "manager", "migrate"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Wide enough for the tables where the output is a file.
@@ -65,6 +66,10 @@ def _bytes_of(text: str, flag: str) -> int:
     if not isinstance(size, AbsoluteSize) or size.num_bytes == 0:
         raise ConfigurationError(f"{flag} {text}: write a number of bytes, such as 64KiB")
     return size.num_bytes
+
+
+def _sizes(text: str, flag: str, separator: str = ",") -> tuple[int, ...]:
+    return tuple(_bytes_of(part, flag) for part in text.split(separator))
 
 
 def _console() -> Console:
@@ -154,9 +159,54 @@ def migrate(
 
 
 def _segments(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(_bytes_of(part, "--segments") for part in page.split("+")) for page in text.split(",")
-    )
+    return tuple(_sizes(page, "--segments", "+") for page in text.split(","))
+
+
+@bench.command()
+@_common_flags(5)
+@click.option(
+    "--bytes",
+    "total",
+    metavar="SIZE",
+    help="What moves at a time. [default: 512MiB on a GPU, 128MiB elsewhere]",
+)
+@click.option(
+    "--blocks",
+    metavar="SIZES",
+    help="Sizes of a page, such as 64KiB,2MiB. [default: 64KiB,256KiB,1MiB,2MiB]",
+)
+@click.option(
+    "--directory",
+    metavar="PATH",
+    help="Where files are made, and removed again. [default: under the user's cache directory]",
+)
+def disk(
+    device: str,
+    num_repeats: int,
+    json_path: Path | None,
+    total: str | None,
+    blocks: str | None,
+    directory: str | None,
+) -> None:
+    """Pages from hot memory to disk and back, against plain O_DIRECT reads and writes of the same.
+
+    \b
+    Examples:
+      coldpage bench disk
+      coldpage bench disk --directory /mnt/nvme --bytes 2GiB --blocks 2MiB
+    """
+    with failures_as_sentences():
+        from coldpage.bench.disk import BLOCKS, DiskOptions, run_disk
+
+        path = default_disk_directory() if directory is None else expand_user(directory)
+        prepare_directory(path, "--directory")
+        options = DiskOptions(
+            directory=path,
+            num_bytes=None if total is None else _bytes_of(total, "--bytes"),
+            block_bytes=BLOCKS if blocks is None else _sizes(blocks, "--blocks"),
+            num_repeats=num_repeats,
+        )
+        _measure(device, json_path, "disk", lambda d, console: run_disk(d, options, console))
 
 
 @bench.command()
