@@ -111,9 +111,9 @@ _BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: _config(cache_tiers=(_HOT, HostTierConfig(0))),
         "the host tier has no bytes: give it a positive quota",
     ),
-    "two hot tiers": (
-        lambda: _config(cache_tiers=(_HOT, _HOT)),
-        "only the first tier can be a DeviceTierConfig: use HostTierConfig or DiskTierConfig",
+    "a hot tier with a codec": (
+        lambda: _config(cache_tiers=(DeviceTierConfig(1, _Codec()), _HOST)),
+        "the first cache tier, which attention reads, can not have a codec: give it to a later one",
     ),
     "no directory": (
         lambda: DiskTierConfig("", 1 << 20),
@@ -191,7 +191,7 @@ def test_what_can_not_work_is_refused_in_one_sentence(
 
 
 def test_what_works_is_taken() -> None:
-    tiers = (_HOT, _HOST, HostTierConfig(1), DiskTierConfig("/a", 1), DiskTierConfig("/b", 1))
+    tiers = (_HOT, _HOST, _HOT, HostTierConfig(1), DiskTierConfig("/a", 1), DiskTierConfig("/b", 1))
     config = _config(
         tokens_per_block=1,
         cache_tiers=tiers,
@@ -206,6 +206,7 @@ def test_what_works_is_taken() -> None:
     assert [t.tier for t in config.cache_tiers] == [
         CacheTier.GPU,
         CacheTier.HOST,
+        CacheTier.GPU,
         CacheTier.HOST,
         CacheTier.DISK,
         CacheTier.DISK,
@@ -221,6 +222,7 @@ def test_defaults() -> None:
     assert (config.initial_pool_ratio, config.typical_step, config.constraints) == (None, None, ())
     assert not config.separate_sink_pages
     assert config.free_watermark == 0.0
+    assert DeviceTierConfig(1).codec is None
     assert HostTierConfig(1).codec is None
     assert DiskTierConfig("/a", 1).codec is None
 
@@ -234,8 +236,12 @@ def test_configuration_is_frozen_and_does_not_print_the_model() -> None:
 
 def test_a_tier_is_known_by_its_numbers_whatever_its_codec_is() -> None:
     codec = _Codec()
-    with_codec = (HostTierConfig(5, codec), DiskTierConfig("/a", 5, codec=codec))
-    without = (HostTierConfig(5), DiskTierConfig("/a", 5))
+    with_codec = (
+        DeviceTierConfig(5, codec),
+        HostTierConfig(5, codec),
+        DiskTierConfig("/a", 5, codec=codec),
+    )
+    without = (DeviceTierConfig(5), HostTierConfig(5), DiskTierConfig("/a", 5))
     assert all(tier.codec is codec for tier in with_codec)
     assert with_codec == without
     assert hash(with_codec) == hash(without)

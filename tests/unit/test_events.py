@@ -24,6 +24,7 @@ _NAMES = ("hot", "host", "disk")
         ([_GPU], ("hot",)),
         ([_GPU, _HOST, _DISK], ("hot", "host", "disk")),
         ([_GPU, _HOST, _HOST, _DISK, _HOST], ("hot", "host", "host2", "disk", "host3")),
+        ([_GPU, _GPU, _HOST, _GPU], ("hot", "gpu", "host", "gpu2")),
         ([_GPU, *[_DISK] * 7], ("hot", "disk", *(f"disk{i}" for i in range(2, 8)))),
     ],
 )

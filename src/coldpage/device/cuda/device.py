@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from typing import Final
 
-import numpy as np
-
 from coldpage.device.base import Device, Memory, MemoryKind
 from coldpage.device.cuda.copies import KERNEL_MAX_BYTES
 from coldpage.device.cuda.driver import Context, Driver
 from coldpage.device.cuda.events import EventPool
 from coldpage.device.cuda.memory import DeviceMemory, PinnedMemory, Registrar
+from coldpage.device.cuda.runtime import CudaRuntime
 from coldpage.device.cuda.stream import CudaStream
 from coldpage.device.cuda.upload import Uploader
 from coldpage.device.io import NUM_IO_THREADS, ThreadedIo
 from coldpage.device.progress import Progress
 from coldpage.errors import ClosedError, DeviceError
-from coldpage.types import Int64Array, MemAddress
 
 __all__ = ["CudaDevice"]
 
@@ -63,12 +61,17 @@ class CudaDevice(Device):
         self.max_page_kernel_bytes = (
             KERNEL_MAX_BYTES if max_page_kernel_bytes is None else max_page_kernel_bytes
         )
-        self.context = Context(self.driver, index)
-        self.events = EventPool(self.driver)
-        self.uploader = Uploader(self.driver, is_batched=self.driver.has_batch_copy)
+        context = Context(self.driver, index)
+        self.runtime = CudaRuntime(
+            index=index,
+            driver=self.driver,
+            context=context,
+            events=EventPool(self.driver),
+            uploader=Uploader(self.driver, is_batched=self.driver.has_batch_copy),
+            registrar=Registrar(self.driver, context),
+        )
         self._progress = Progress()
         self.io: ThreadedIo = ThreadedIo(self._progress, num_io_threads)
-        self._registrar = Registrar(self.driver, self.context)
         self._streams: list[CudaStream] = []
         self._memories: list[Memory] = []
         self._is_closed = False
@@ -86,43 +89,33 @@ class CudaDevice(Device):
         self._check_open()
         assert num_bytes > 0, "an allocation needs at least one byte"
         if kind is MemoryKind.PINNED:
-            memory: Memory = PinnedMemory(self._registrar, num_bytes, is_growable=is_growable)
+            memory: Memory = PinnedMemory(
+                self.runtime.registrar, num_bytes, is_growable=is_growable
+            )
         else:
             limit = self.driver.total_bytes(self.index)
             max_bytes = max(num_bytes, limit) if is_growable else num_bytes
-            memory = DeviceMemory(self.driver, self.context, self.index, num_bytes, max_bytes)
+            memory = DeviceMemory(
+                self.driver, self.runtime.context, self.index, num_bytes, max_bytes
+            )
         self._memories.append(memory)
         return memory
-
-    @property
-    def boundaries(self) -> Int64Array:
-        """Addresses that no copy of the driver may reach across, sorted."""
-        pinned = (m for m in self._memories if isinstance(m, PinnedMemory))
-        return np.array(sorted(b for m in pinned for b in m.boundaries), np.int64)
-
-    def is_pinned(self, address: MemAddress) -> bool:
-        """Whether the address lies in host memory of this device."""
-        return any(
-            m.address <= address < m.address + m.max_bytes
-            for m in self._memories
-            if isinstance(m, PinnedMemory)
-        )
 
     # ------------------------------------------------------------------ streams
 
     def create_stream(self, name: str) -> CudaStream:
         """A new stream, which does not wait for the legacy default stream."""
         self._check_open()
-        with self.context:
+        with self.runtime.context:
             handle = self.driver.create_stream()
-        return self._keep(CudaStream(self, name, handle, is_owned=True))
+        return self._keep(CudaStream(self.runtime, name, handle, is_owned=True))
 
     def wrap_stream(self, handle: int, name: str) -> CudaStream:
         """A stream that belongs to somebody else, such as ``torch.cuda.Stream.cuda_stream``, who
         keeps it until the device is closed.
         """
         self._check_open()
-        return self._keep(CudaStream(self, name, handle, is_owned=False))
+        return self._keep(CudaStream(self.runtime, name, handle, is_owned=False))
 
     def _keep(self, stream: CudaStream) -> CudaStream:
         self._streams.append(stream)
@@ -151,16 +144,16 @@ class CudaDevice(Device):
         if self._is_closed:
             return
         self._is_closed = True
-        self._registrar.close()
-        with self.context:
+        self.runtime.registrar.close()
+        with self.runtime.context:
             for stream in self._streams:
                 stream.close()
             self.io.close()
             for memory in self._memories:
                 memory.free()
-            self.events.close()
-            self.uploader.close()
-        self.context.release()
+            self.runtime.events.close()
+            self.runtime.uploader.close()
+        self.runtime.context.release()
         for stream in self._streams:
             failure = stream.unheard_failure
             if failure is not None:

@@ -20,7 +20,7 @@ from coldpage.device.base import Memory, MemoryKind
 from coldpage.device.cuda.driver import AllocationProperties, Context, Driver, DriverError
 from coldpage.device.host import HostMemory, ram_bytes
 from coldpage.errors import ClosedError, DeviceError
-from coldpage.types import MemAddress
+from coldpage.types import Int64Array, MemAddress
 
 __all__ = ["PIECE_BYTES", "DeviceMemory", "PinnedMemory", "Registrar"]
 
@@ -164,14 +164,13 @@ class PinnedMemory(Memory):
         self._stops: list[int] = []  # where each registered piece ends
         self._is_freed = False
         try:
-            registrar.register_next(self)
+            registrar.add(self)
         except DriverError as error:
             self._host.free()
             raise DeviceError(
                 f"the host can not page-lock {num_bytes:,} bytes ({error.name}): make the host "
                 "tier smaller, or raise the limit of locked memory (ulimit -l)"
             ) from error
-        registrar.enqueue(self)
 
     @property
     def num_ready_bytes(self) -> int:
@@ -232,6 +231,7 @@ class PinnedMemory(Memory):
             self._is_freed = True
             while self._stops:
                 self._unregister_last()
+        self._registrar.remove(self)
         self._host.free()
 
 
@@ -241,6 +241,7 @@ class Registrar:
     def __init__(self, driver: Driver, context: Context) -> None:
         self._driver = driver
         self._context = context
+        self._memories: list[PinnedMemory] = []
         self._queue: deque[PinnedMemory] = deque()
         # Held while a piece is being registered, and while somebody changes a memory.
         self._piece_lock = threading.Lock()
@@ -248,6 +249,25 @@ class Registrar:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._told_at_s = 0.0
+
+    @property
+    def boundaries(self) -> Int64Array:
+        """Addresses that no copy of the driver may reach across, sorted."""
+        return np.array(sorted(b for m in self._memories for b in m.boundaries), np.int64)
+
+    def is_pinned(self, address: MemAddress) -> bool:
+        """Whether the address lies in a memory of this registrar."""
+        return any(m.address <= address < m.address + m.max_bytes for m in self._memories)
+
+    def add(self, memory: PinnedMemory) -> None:
+        """Lock the first piece of a memory now, and the others in the background."""
+        self.register_next(memory)
+        self._memories.append(memory)
+        self.enqueue(memory)
+
+    def remove(self, memory: PinnedMemory) -> None:
+        """The memory is about to be freed, and has no piece any more."""
+        self._memories.remove(memory)
 
     def paused(self) -> threading.Lock:
         """A context in which no piece is being registered. Waits for the one in progress."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,9 @@ from coldpage.device.copies import CopyList, merge_copies, page_copies
 from coldpage.device.cuda.copies import KernelShare, kernel_share, split_at, submit_copies
 from coldpage.device.cuda.driver import DriverError, HostFunction
 from coldpage.device.cuda.events import CudaEvent, HostWork, Timeline
+from coldpage.device.cuda.runtime import CudaRuntime
 from coldpage.errors import ClosedError, SubmissionError
 from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, Int64Array, MemAddress
-
-if TYPE_CHECKING:
-    from coldpage.device.cuda.device import CudaDevice
 
 __all__ = ["CudaStream"]
 
@@ -39,13 +37,13 @@ class CudaStream(Stream):
     raise, and every later call raises DeviceError from the exception. Copies behind it run.
     """
 
-    def __init__(self, device: CudaDevice, name: str, handle: int, *, is_owned: bool) -> None:
+    def __init__(self, runtime: CudaRuntime, name: str, handle: int, *, is_owned: bool) -> None:
         self.name = name
         self.handle = handle
-        self.timeline = Timeline(name, device.context, device.events)
-        self._device = device
-        self._driver = device.driver
-        self._context = device.context
+        self.timeline = Timeline(name, runtime.context, runtime.events)
+        self._runtime = runtime
+        self._driver = runtime.driver
+        self._context = runtime.context
         self._is_owned = is_owned
         self._is_closed = False
         self._host_work: tuple[HostWork, ...] = ()
@@ -80,7 +78,7 @@ class CudaStream(Stream):
 
     def _submit_copies(self, copies: CopyList, stream: int) -> None:
         copies = merge_copies(*copies)
-        boundaries = self._device.boundaries
+        boundaries = self._runtime.registrar.boundaries
         if boundaries.size:
             copies = split_at(copies, boundaries)
         dst, src, sizes = (np.ascontiguousarray(column, np.int64) for column in copies)
@@ -96,7 +94,7 @@ class CudaStream(Stream):
             self._submit("a copy of pages", lambda: self._copy_pages(parts, pairs))
 
     def _copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
-        is_upload = self._device.is_pinned(MemAddress(int(parts.src_base[0])))
+        is_upload = self._runtime.registrar.is_pinned(MemAddress(int(parts.src_base[0])))
         share = kernel_share(int(parts.num_bytes.max()), is_upload=is_upload)
         host = pairs.host
         if host is None:
@@ -124,13 +122,13 @@ class CudaStream(Stream):
 
     def _order(self, first: int, then: int) -> None:
         """What comes on stream ``then`` starts after what is on stream ``first``."""
-        event = self._device.events.take()
+        event = self._runtime.events.take()
         try:
             self._driver.call("cuEventRecord", event, first)
             self._driver.call("cuStreamWaitEvent", then, event, 0)
         finally:
             # The wait keeps what the event is now, so the handle is free again.
-            self._device.events.give_back(event)
+            self._runtime.events.give_back(event)
 
     def _run_kernel(
         self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
@@ -140,7 +138,7 @@ class CudaStream(Stream):
 
         from coldpage.kernels.page_copy import PagePart, copy_part
 
-        index = self._device.index
+        index = self._runtime.index
         if self._torch_stream is None:
             self._torch_stream = torch.cuda.ExternalStream(self.handle, device=index)  # type: ignore[no-untyped-call]
         columns = (
@@ -159,8 +157,8 @@ class CudaStream(Stream):
         assert data.dtype == np.uint8 and data.ndim == 1, "bytes [num_bytes]"
         self._check()
         if data.size:
-            kept, is_to_host = np.ascontiguousarray(data), self._device.is_pinned(dst)
-            upload = self._device.uploader.upload
+            kept, is_to_host = np.ascontiguousarray(data), self._runtime.registrar.is_pinned(dst)
+            upload = self._runtime.uploader.upload
             self._submit("an upload", lambda: upload(dst, kept, self.handle, is_to_host=is_to_host))
 
     def _submit(self, what: str, submit: Callable[[], None]) -> None:
