@@ -39,6 +39,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--disk", "/proc/pages:1GiB"), "can not write to /proc/pages"),
         (("--disk", "/tmp:900TiB"), "are free there"),
         (("--save-dir", "/proc/saved", "--disk", "none"), "--save-dir: can not write to /proc"),
+        (("--device", "cuda:99"), "cuda:99 can not be used"),
         (("no/such/model",), "there is no model at no/such/model"),
         (("~nosuchuser/x",), "~nosuchuser/x: there is no home directory"),
         (("--disk", "~nosuchuser/x:1GiB"), "~nosuchuser/x: there is no home directory"),
@@ -118,6 +119,39 @@ def test_without_flags_the_bundled_model_gets_all_tiers(
     assert settings.save_path == str(tmp_path / "coldpage" / "saved")
 
 
+@pytest.mark.parametrize(
+    ("hot", "hot_bytes", "hot_fraction"),
+    [(None, 0, 0.8), ("90%", 0, 0.9), ("900GiB", 900 * 1024 * MIB, 0.0)],
+)
+def test_a_gpu_holds_the_hot_tier_beside_the_machines_memory(
+    monkeypatch: pytest.MonkeyPatch, hot: str | None, hot_bytes: int, hot_fraction: float
+) -> None:
+    monkeypatch.setattr("coldpage.engine.placement.choose_device", lambda name: f"{name}:3")
+    settings = settings_of(
+        ServeFlags(device="cuda", hot=hot, host="64MiB", disk="none", save_dir="none")
+    )
+    assert settings.device == "cuda:3"
+    assert (settings.hot_bytes, settings.hot_fraction) == (hot_bytes, hot_fraction)
+    assert settings.host_bytes == 64 * MIB
+
+
+def test_where_there_is_no_driver_auto_is_the_cpu_and_torch_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(name: str) -> None:
+        raise AssertionError("torch was asked")
+
+    monkeypatch.setattr("coldpage.cli.serve_command.has_gpu_driver", lambda: False)
+    monkeypatch.setattr("coldpage.engine.placement.choose_device", fails)
+    assert settings_of(ServeFlags(disk="none", save_dir="none")).device == "cpu"
+
+
+def test_a_model_is_given_or_made() -> None:
+    result = CliRunner().invoke(coldpage, ["verify", "--random-model", str(REPOSITORY)])
+    assert result.exit_code == 2
+    assert result.stderr == "coldpage: give a MODEL or --random-model, not both\n"
+
+
 def test_no_disk_needs_no_directory(tmp_path: Path) -> None:
     path = tmp_path / "pages"
     settings = settings_of(ServeFlags(disk=f"{path}:0", save_dir="none"))
@@ -142,9 +176,13 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
         module.__dict__[f"run_{name}"] = status_3
         monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = CliRunner()
+    made = ["--device", "cuda:1", "--random-model"]
     flags = ["--conversations", "4", "--rounds", "2", "--tokens", "100", "--block-tokens", "8"]
-    assert runner.invoke(coldpage, ["demo", "--dtype", "float32", *flags]).exit_code == 3
-    assert runner.invoke(coldpage, ["verify", "--inject", "flip", *flags]).exit_code == 3
+    assert (
+        runner.invoke(coldpage, ["demo", "--device", "cpu", "--dtype", "float32", *flags]).exit_code
+        == 3
+    )
+    assert runner.invoke(coldpage, ["verify", "--inject", "flip", *made, *flags]).exit_code == 3
     common = {
         "num_conversations": 4,
         "num_rounds": 2,
@@ -152,8 +190,8 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
         "tokens_per_block": 8,
     }
     assert seen == [
-        DemoOptions(dtype="float32", **common),
-        VerifyOptions(injection=Injection.FLIP, **common),
+        DemoOptions(device="cpu", dtype="float32", **common),
+        VerifyOptions(has_random_model=True, device="cuda:1", injection=Injection.FLIP, **common),
     ]
     sys.modules["coldpage.engine.verify"].__dict__["run_verify"] = fails
     result = runner.invoke(coldpage, ["verify"])

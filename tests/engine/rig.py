@@ -111,7 +111,6 @@ class Rig:
             has_sliding_window=has_sliding_window,
             tier_names=tuple(level.name for level in self.manager.stats().levels),
             new_text=SpelledText,
-            device=torch.device("cpu"),
         )
         self.scheduler = Scheduler(self.runner, self.manager, model, limits)
         self.recorder = Recorder()

@@ -78,7 +78,7 @@ def test_a_directory_loads_and_is_measured(kind: str, tmp_path: Path) -> None:
     lines: list[str] = []
     loaded = load_model(save(make_tiny(kind), tmp_path / "tiny-model"), torch.float32, lines.append)
     assert loaded.name == "tiny-model"
-    assert lines == ["loading tiny-model in float32"]
+    assert lines == ["loading tiny-model in float32 on cpu"]
     assert loaded.context_tokens == 512
     assert loaded.dtype == loaded.model.dtype == torch.float32
     assert not loaded.model.training
@@ -139,7 +139,7 @@ def test_loading_is_offline_and_leaves_the_process_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with model_module._offline_and_quiet():
+    with model_module.offline_and_quiet():
         assert constants.is_offline_mode()
     assert not constants.is_offline_mode()
 

@@ -102,6 +102,6 @@ def test_the_second_load_converts_nothing(loaded: LoadedModel) -> None:
     lines: list[str] = []
     source = None if loaded.name.startswith("SmolLM2") else gemma_file()
     again = load_model(source, torch.float32, lines.append)
-    assert lines == [f"loading {loaded.name} in float32"]
+    assert lines == [f"loading {loaded.name} in float32 on cpu"]
     assert again.fingerprint == loaded.fingerprint
     assert Path(model_cache_directory()).is_dir()

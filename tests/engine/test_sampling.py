@@ -6,12 +6,10 @@ import torch
 from coldpage.engine.messages import SamplingParams
 from coldpage.engine.sampling import SamplingRow, new_generator, row_probabilities, sample
 
-CPU = torch.device("cpu")
-
 
 def row(**params: float) -> SamplingRow:
     sampling = SamplingParams(**params)
-    return SamplingRow(sampling, new_generator(sampling, CPU))
+    return SamplingRow(sampling, new_generator(sampling))
 
 
 def random_logits(num_rows: int, vocab: int = 50, seed: int = 1) -> torch.Tensor:

@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from coldpage.engine import replay, runner
 from coldpage.engine import verify as verification
 from coldpage.engine.demo import run_demo
 from coldpage.engine.planning import ItemPurpose
+from coldpage.engine.random_model import write_random_model
 from coldpage.engine.recording import Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
 from coldpage.migration.disk_reads import DiskReads
 from coldpage.sequence import KVCache
 from coldpage.types import BlockOrdinal, LayerGroupId
-from tests.engine.tiny_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,21 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with random weights whose next token depends on its whole text."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        eos_token_id=1,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    byte_level().save_pretrained(path)
+    path = tmp_path_factory.mktemp("model") / "random"
+    write_random_model(path)
     return str(path)
 
 
@@ -70,6 +55,13 @@ def test_a_run_under_pressure_equals_its_replay_and_generate(model_path: str) ->
     assert status == 0
     paths = {"hot-host", "host-hot", "host-disk", "disk-hot", "hot-disk", "disk-host"}
     assert paths == {path for path, count in moves(output).items() if count > 0}
+
+
+def test_a_model_made_for_the_run_is_proven_too() -> None:
+    output = io.StringIO()
+    options = VerifyOptions(has_random_model=True, device="cpu", conversation_tokens=256)
+    assert run_verify(options, Console(file=output, width=120)) == 0
+    assert "random in float32 on cpu" in output.getvalue()
 
 
 def test_a_flipped_bit_is_one_miss_and_one_recomputed_block(model_path: str) -> None:

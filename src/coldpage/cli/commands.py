@@ -9,11 +9,13 @@ import click
 from rich.console import Console
 
 from coldpage.cli.bench_command import bench
+from coldpage.cli.device_flag import device_flag
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.instance_commands import run_clean, run_inspect
-from coldpage.cli.tiers import DEFAULT_TIERS
+from coldpage.cli.tiers import DEFAULT_GPU_HOT_FRACTION, DEFAULT_TIERS
 from coldpage.config import DiskAdmission
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
+from coldpage.errors import ConfigurationError
 
 __all__ = ["clean", "coldpage", "demo", "inspect", "serve", "verify"]
 
@@ -68,11 +70,14 @@ def _size_help(text: str, tier: str, resource: str) -> str:
 
 @coldpage.command()
 @_model_flags
+@device_flag
 @_dtype_flag
 @click.option(
     "--hot",
     metavar="SIZE",
-    help=_size_help("Memory that attention reads.", "hot", "the machine's memory"),
+    help=_size_help("Memory that attention reads.", "hot", "the machine's memory")
+    + " On a GPU the percentage is of what is free there with the weights loaded. [default: "
+    f"{DEFAULT_GPU_HOT_FRACTION:.0%}]",
 )
 @click.option(
     "--host",
@@ -208,6 +213,7 @@ def _run_flags(command: _Command) -> _Command:
 
 @coldpage.command()
 @_model_flags
+@device_flag
 @_dtype_flag
 @_run_flags
 def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
@@ -231,6 +237,13 @@ def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
 
 @coldpage.command()
 @_model_flags
+@click.option(
+    "--random-model",
+    "has_random_model",
+    is_flag=True,
+    help="Instead of MODEL, a small model with random weights, made for the run.",
+)
+@device_flag
 @_run_flags
 @click.option(
     "--inject",
@@ -250,8 +263,11 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
     Examples:
       coldpage verify
       coldpage verify --inject flip
+      coldpage verify --device cuda --random-model
     """
     with failures_as_sentences():
+        if model is not None and flags["has_random_model"]:
+            raise ConfigurationError("give a MODEL or --random-model, not both")
         from coldpage.cli.serve_command import check_model
 
         options = VerifyOptions(

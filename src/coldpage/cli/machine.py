@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fnmatch
 import os
 import shutil
@@ -17,6 +18,7 @@ __all__ = [
     "default_save_directory",
     "expand_user",
     "free_bytes_for",
+    "has_gpu_driver",
     "memory_bytes",
     "prepare_directory",
 ]
@@ -46,6 +48,15 @@ def expand_user(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigurationError(f"{path}: there is no home directory for that name") from error
+
+
+def has_gpu_driver() -> bool:
+    """Whether the machine has NVIDIA's driver, and so perhaps a GPU. Loads it."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def default_disk_directory() -> Path:

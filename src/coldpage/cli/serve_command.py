@@ -18,6 +18,7 @@ from coldpage.cli.machine import (
     default_save_directory,
     expand_user,
     free_bytes_for,
+    has_gpu_driver,
     memory_bytes,
     prepare_directory,
 )
@@ -29,7 +30,8 @@ from coldpage.cli.sizes import (
     parse_ratio,
     parse_size,
 )
-from coldpage.cli.tiers import plan_disk, plan_memory
+from coldpage.cli.tiers import plan_disk, plan_gpu_hot, plan_host, plan_memory
+from coldpage.device.opening import AUTO_DEVICE
 from coldpage.engine.messages import EngineReady, EngineSettings
 from coldpage.errors import ModelError
 
@@ -45,6 +47,7 @@ class ServeFlags:
     host: str | None = None
     disk: str | None = None
     block_tokens: int = 16
+    device: str = "auto"
     dtype: str = "auto"
     bind: str = "127.0.0.1"
     port: int = 8080
@@ -87,22 +90,36 @@ def _save_path(flag: str | None) -> str | None:
     return str(path)
 
 
+def _device(name: str) -> str:
+    """The device by its own name. Raises ``ColdpageError``."""
+    if name == AUTO_DEVICE and not has_gpu_driver():
+        return "cpu"  # without the time to import torch
+    from coldpage.engine.placement import choose_device
+
+    return str(choose_device(name))
+
+
 def settings_of(flags: ServeFlags) -> EngineSettings:
     """The engine's settings; makes the directories. Raises ``ColdpageError``."""
     model = check_model(flags.model)
-    hot_bytes, host_bytes = plan_memory(
-        None if flags.hot is None else parse_size(flags.hot),
-        None if flags.host is None else parse_size(flags.host),
-        memory_bytes(),
-    )
+    hot = None if flags.hot is None else parse_size(flags.hot)
+    host = None if flags.host is None else parse_size(flags.host)
+    device, hot_fraction = _device(flags.device), 0.0
+    if device == "cpu":
+        hot_bytes, host_bytes = plan_memory(hot, host, memory_bytes())
+    else:
+        hot_bytes, hot_fraction = plan_gpu_hot(hot)
+        host_bytes = plan_host(host, memory_bytes())
     choice = DiskChoice(None, None) if flags.disk is None else parse_disk(flags.disk)
     disk_path, disk_bytes = _disk_tier(choice, flags.instance_id)
     return EngineSettings(
         hot_bytes=hot_bytes,
+        hot_fraction=hot_fraction,
         host_bytes=host_bytes,
         disk_path=disk_path,
         disk_bytes=disk_bytes,
         model=model,
+        device=device,
         dtype=flags.dtype,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
@@ -167,7 +184,9 @@ class StartReport:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self, ready: EngineReady) -> Table:
-        places = {"hot": "memory that attention reads", "host": "memory"}
+        device = self._settings.device
+        hot = "memory that attention reads" if device == "cpu" else f"memory of {device}"
+        places = {"hot": hot, "host": "memory"}
         if self._settings.disk_path is not None:
             places["disk"] = self._settings.disk_path
         table = Table(

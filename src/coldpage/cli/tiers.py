@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from coldpage.cli.sizes import Size, format_bytes, resolve_size
+from coldpage.cli.sizes import RelativeSize, Size, format_bytes, resolve_size
 from coldpage.errors import ConfigurationError
 
-__all__ = ["DEFAULT_TIERS", "DefaultSize", "plan_disk", "plan_memory"]
+__all__ = [
+    "DEFAULT_GPU_HOT_FRACTION",
+    "DEFAULT_TIERS",
+    "DefaultSize",
+    "plan_disk",
+    "plan_gpu_hot",
+    "plan_host",
+    "plan_memory",
+]
 
 _GIB: Final = 1024**3
 
@@ -34,6 +42,9 @@ DEFAULT_TIERS: Final = {
     "host": DefaultSize(0.20, 32 * _GIB),
     "disk": DefaultSize(0.10, 8 * _GIB),
 }
+# Of the GPU memory that is free with the weights loaded. The rest is for what a step computes:
+# gathered pages, activations of a chunk, logits.
+DEFAULT_GPU_HOT_FRACTION: Final = 0.80
 
 
 def _choose(tier: str, size: Size | None, resource_bytes: int) -> int:
@@ -46,14 +57,41 @@ def plan_memory(hot: Size | None, host: Size | None, ram_bytes: int) -> tuple[in
     """Bytes of the hot and the host tier; None is the default. Raises ``ConfigurationError``."""
     hot_bytes = _choose("hot", hot, ram_bytes)
     host_bytes = _choose("host", host, ram_bytes)
-    if hot_bytes <= 0:
-        raise ConfigurationError("--hot can not be left out: it is the memory that attention reads")
+    _check_hot(hot_bytes)
     if hot_bytes + host_bytes > ram_bytes:
         raise ConfigurationError(
             f"--hot {format_bytes(hot_bytes)} and --host {format_bytes(host_bytes)} together"
             f" exceed the {format_bytes(ram_bytes)} of memory that this machine has"
         )
     return hot_bytes, host_bytes
+
+
+def plan_gpu_hot(hot: Size | None) -> tuple[int, float]:
+    """Bytes of a hot tier on a GPU; or 0, and the fraction of what will be free there with the
+    weights loaded. Raises ``ConfigurationError``.
+    """
+    if hot is None:
+        return 0, DEFAULT_GPU_HOT_FRACTION
+    if isinstance(hot, RelativeSize):
+        return 0, hot.fraction
+    _check_hot(hot.num_bytes)
+    return hot.num_bytes, 0.0
+
+
+def plan_host(host: Size | None, ram_bytes: int) -> int:
+    """Bytes of the host tier beside a GPU; None is the default. Raises ``ConfigurationError``."""
+    host_bytes = _choose("host", host, ram_bytes)
+    if host_bytes > ram_bytes:
+        raise ConfigurationError(
+            f"--host {format_bytes(host_bytes)} exceeds the {format_bytes(ram_bytes)} of memory"
+            " that this machine has"
+        )
+    return host_bytes
+
+
+def _check_hot(hot_bytes: int) -> None:
+    if hot_bytes <= 0:
+        raise ConfigurationError("--hot can not be left out: it is the memory that attention reads")
 
 
 def plan_disk(size: Size | None, free_bytes: int) -> int:

@@ -5,34 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import torch
-
 from coldpage.config import CacheTierConfig, KVCacheManagerConfig
+from coldpage.device.base import Device
 from coldpage.engine.model import LoadedModel, manager_layers
 from coldpage.engine.requests import TextStream
 from coldpage.engine.steps import ServedModel
-from coldpage.errors import ModelError
 from coldpage.manager import KVCacheManager
 from coldpage.types import Int32Array
 
-__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "choose_dtype", "served_model"]
+__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "served_model"]
 
 # Of the hot level; the rest is what running sequences grow into.
 MAX_LOCKED_FRACTION: Final = 0.97
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def choose_dtype(name: str) -> torch.dtype:
-    """``auto`` is bfloat16 where this processor multiplies it in hardware, else float32.
-
-    Raises ModelError for a name that is none of ``auto``, ``bfloat16`` and ``float32``.
-    """
-    if name == "auto":
-        is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return torch.bfloat16 if is_fast else torch.float32
-    if name not in _DTYPES:
-        raise ModelError(f"the dtype {name!r} is not supported: use auto, bfloat16 or float32")
-    return _DTYPES[name]
 
 
 def block_bytes(model: LoadedModel, tokens_per_block: int) -> int:
@@ -46,10 +30,12 @@ def build_manager(
     tiers: Sequence[CacheTierConfig],
     tokens_per_block: int,
     *,
+    device: Device | None = None,
     pool_ratio: tuple[float, ...] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> KVCacheManager:
-    """A manager for the model's pages. ``on_progress`` is told how many slots of a disk tier that
+    """A manager for the model's pages. ``device`` is the model's own, as ``page_device`` opens it;
+    None is host memory. ``on_progress`` is told how many slots of a disk tier that
     was not closed cleanly have been looked at, and of how many. Raises ConfigurationError or
     StorageError.
     """
@@ -62,6 +48,7 @@ def build_manager(
             model.fingerprint,
             initial_pool_ratio=pool_ratio,
         ),
+        device=device,
         on_progress=on_progress,
     )
 
@@ -81,5 +68,4 @@ def served_model(
         has_sliding_window=any(g.sliding_window_tokens is not None for g in model.layers),
         tier_names=tuple(level.name for level in manager.stats().levels),
         new_text=new_text,
-        device=model.model.device,
     )

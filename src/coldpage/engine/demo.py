@@ -19,7 +19,6 @@ from coldpage.engine.assembly import (
     MAX_LOCKED_FRACTION,
     block_bytes,
     build_manager,
-    choose_dtype,
 )
 from coldpage.engine.conversations import (
     ANSWER_TOKENS,
@@ -32,6 +31,7 @@ from coldpage.engine.conversations import (
 )
 from coldpage.engine.messages import Failed, Finished, SamplingParams
 from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.placement import choose_device, choose_dtype, page_device
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
@@ -58,9 +58,10 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task("loading the model", total=None)
-        dtype = choose_dtype(options.dtype)
+        device = choose_device(options.device)
+        dtype = choose_dtype(options.dtype, device)
         model = load_model(
-            options.model, dtype, lambda text: progress.update(task, description=text)
+            options.model, dtype, lambda text: progress.update(task, description=text), device
         )
         progress.remove_task(task)
         with _managers(model, options) as (manager, plain_manager):
@@ -68,7 +69,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             moved = dict(manager.stats().moved_pages)
             levels = manager.stats().levels
     sizes = ", ".join(f"{level.name} {level.capacity_tokens:,} tokens" for level in levels)
-    console.print(f"{model.name}, {str(dtype).removeprefix('torch.')}; tiers: {sizes}")
+    kind = str(dtype).removeprefix("torch.")
+    console.print(f"{model.name}, {kind} on {device}; tiers: {sizes}")
     console.print(_table(rows, options.num_conversations))
     _summarize(console, rows, moved)
     return 0
@@ -91,9 +93,11 @@ def _managers(
             HostTierConfig(_NUM_HOST_CONVERSATIONS * one),
             DiskTierConfig(directory, 2 * options.num_conversations * one),
         )
-        manager = stack.enter_context(build_manager(model, tiers, options.tokens_per_block))
+        device = stack.enter_context(page_device(model.model.device))
+        block = options.tokens_per_block
+        manager = stack.enter_context(build_manager(model, tiers, block, device=device))
         plain = stack.enter_context(
-            build_manager(model, [DeviceTierConfig(2 * one)], options.tokens_per_block)
+            build_manager(model, [DeviceTierConfig(2 * one)], block, device=device)
         )
         yield manager, plain
 

@@ -111,9 +111,9 @@ def measure_layers(model: Any, name: str) -> tuple[LayerGeometry, ...]:
     num_layers = model.config.get_text_config().num_hidden_layers
     seen = [_Seen() for _ in range(num_layers)]
     own_attention = model.config._attn_implementation
-    token_ids = torch.arange(1, 1 + _PROBE_TOKENS)[None]
+    token_ids = torch.arange(1, 1 + _PROBE_TOKENS, device=model.device)[None]
     probe: dict[str, Any] = {cache_argument(model): Cache(layers=[_ProbeLayer(s) for s in seen])}
-    probe["position_ids"] = torch.arange(_PROBE_TOKENS)[None]
+    probe["position_ids"] = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     context = _PROBE.set(seen)
     try:
         with torch.inference_mode():

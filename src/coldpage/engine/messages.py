@@ -53,7 +53,9 @@ MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 class EngineSettings(msgspec.Struct, frozen=True):
     """What the engine process is started with. No bytes for the host or disk tier: it is left out.
 
-    ``model`` None is the bundled model; ``dtype`` is ``auto``, ``bfloat16`` or ``float32``;
+    ``model`` None is the bundled model; ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``;
+    ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; no ``hot_bytes``: the hot tier gets
+    ``hot_fraction`` of the GPU memory that is free once the weights are loaded;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
     positive. ``pool_ratio`` divides the hot bytes between the layer groups, in order of their ids.
@@ -64,10 +66,12 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """
 
     hot_bytes: int
+    hot_fraction: float = 0.0
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 0
     model: str | None = None
+    device: str = "auto"
     dtype: str = "auto"
     tokens_per_block: int = 16
     max_batch: int = 8

@@ -35,6 +35,7 @@ from transformers import (
 
 from coldpage.config import AttentionLayerConfig, BufferConfig
 from coldpage.engine.geometry import LayerGeometry, measure_layers
+from coldpage.engine.placement import compute_exactly
 from coldpage.errors import ModelError
 from coldpage.types import BufferRole, LayerId
 
@@ -47,6 +48,7 @@ __all__ = [
     "load_model",
     "manager_layers",
     "model_cache_directory",
+    "offline_and_quiet",
 ]
 
 BUNDLED_MODEL: Final = "smollm2"
@@ -69,6 +71,8 @@ _LOAD_ERRORS: Final = (
 
 KEY_ROLE: Final = BufferRole("key")
 VALUE_ROLE: Final = BufferRole("value")
+
+_CPU: Final = torch.device("cpu")
 
 # Tokens that end a turn in well-known chat templates; converted models often name only their end of
 # text.
@@ -98,19 +102,24 @@ class LoadedModel:
 
 
 def load_model(
-    source: str | None, dtype: torch.dtype, progress: Callable[[str], None] = lambda line: None
+    source: str | None,
+    dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda line: None,
+    device: torch.device = _CPU,
 ) -> LoadedModel:
     """Blocks for seconds. ``source``: None or ``smollm2`` (the bundled model), a directory, or a
     ``.gguf`` file.
 
-    ``progress`` gets a line at the start of each slow stage. Raises ModelError.
+    ``progress`` gets a line at the start of each slow stage. On a GPU this process computes float32
+    in float32 from then on. Raises ModelError.
     """
-    with _offline_and_quiet():
+    compute_exactly(device)
+    with offline_and_quiet():
         path, name = _resolve(source)
         directory = path if path.is_dir() else _converted(path, name, progress)
         _check_directory(directory)
-        progress(f"loading {name} in {str(dtype).removeprefix('torch.')}")
-        model = _load_weights(directory, dtype)
+        progress(f"loading {name} in {str(dtype).removeprefix('torch.')} on {device}")
+        model = _place(_load_weights(directory, dtype), name, device)
         tokenizer = _load_tokenizer(directory)
         return describe_model(model, tokenizer, name, _directory_digest(directory))
 
@@ -164,8 +173,8 @@ def model_cache_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _offline_and_quiet() -> Iterator[None]:
-    """No network, no progress bars and no warnings of transformers' own while a model loads."""
+def offline_and_quiet() -> Iterator[None]:
+    """No network, no progress bars and no warnings of transformers' own in the block."""
     logging: Any = transformers.utils.logging
     verbosity = logging.get_verbosity()
     offline = hub_constants.HF_HUB_OFFLINE
@@ -240,6 +249,16 @@ def _load_weights(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         raise ModelError(f"the model in {str(directory)!r} can not be loaded: {error}") from error
     assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _place(model: PreTrainedModel, name: str, device: torch.device) -> PreTrainedModel:
+    module: Any = model
+    try:
+        # transformers' own way to load onto a device asks for a package of its own.
+        module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"the model {name} does not fit the free memory of {device}") from error
     return model
 
 

@@ -8,6 +8,7 @@ the engine could not start, which a ``StartFailed`` explains in one sentence.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -26,11 +27,17 @@ from coldpage.config import (
     HostTierConfig,
 )
 from coldpage.engine.admission import EngineLimits
-from coldpage.engine.assembly import build_manager, choose_dtype, served_model
+from coldpage.engine.assembly import build_manager, served_model
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
 from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
 from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.placement import (
+    choose_device,
+    choose_dtype,
+    free_gpu_bytes,
+    page_device,
+)
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.session_control import SessionControl
@@ -114,35 +121,15 @@ def _start_and_serve(
             raise SystemExit(0)
         channel.send(Loading(sentence))
 
-    try:
-        model = load_model(settings.model, choose_dtype(settings.dtype), progress)
-        progress("making room for the cache")
-        tiers, per_block = cache_tiers(settings), settings.tokens_per_block
-        manager = build_manager(
-            model,
-            tiers,
-            per_block,
-            pool_ratio=settings.pool_ratio,
-            on_progress=_SlotProgress(progress),
-        )
-    except Exception as error:
-        if not isinstance(error, ColdpageError):
-            _LOG.exception("the engine can not start")
-        raise _NotStarted(_sentence(error)) from error
-    with manager:
+    with contextlib.ExitStack() as stack:
         try:
-            runner = ModelRunner(model, manager)
-            limits = EngineLimits(
-                max_batch=settings.max_batch,
-                # Those that will fill the batch pass through the queue too.
-                max_waiting=settings.max_batch + settings.max_waiting,
-            )
-            served = served_model(
-                model,
-                manager,
-                lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
-            )
-            scheduler = Scheduler(runner, manager, served, limits)
+            model, manager = _build(settings, progress, stack)
+        except Exception as error:
+            if not isinstance(error, ColdpageError):
+                _LOG.exception("the engine can not start")
+            raise _NotStarted(_sentence(error)) from error
+        try:
+            scheduler = _scheduler(settings, model, manager)
             control = SessionControl(
                 scheduler,
                 manager,
@@ -159,6 +146,42 @@ def _start_and_serve(
             scheduler.close()
             _flush(manager, settings.shutdown_budget_s)
         return status
+
+
+def _build(
+    settings: EngineSettings, progress: Callable[[str], None], stack: contextlib.ExitStack
+) -> tuple[LoadedModel, KVCacheManager]:
+    """The model, and a manager that ``stack`` closes, with the device that holds its pages."""
+    device = choose_device(settings.device)
+    model = load_model(settings.model, choose_dtype(settings.dtype, device), progress, device)
+    progress("making room for the cache")
+    if not settings.hot_bytes:
+        hot_bytes = int(settings.hot_fraction * free_gpu_bytes(device))
+        settings = msgspec.structs.replace(settings, hot_bytes=hot_bytes)
+    tiers = cache_tiers(settings)
+    manager = build_manager(
+        model,
+        tiers,
+        settings.tokens_per_block,
+        device=stack.enter_context(page_device(device)),
+        pool_ratio=settings.pool_ratio,
+        on_progress=_SlotProgress(progress),
+    )
+    return model, stack.enter_context(manager)
+
+
+def _scheduler(settings: EngineSettings, model: LoadedModel, manager: KVCacheManager) -> Scheduler:
+    limits = EngineLimits(
+        max_batch=settings.max_batch,
+        # Those that will fill the batch pass through the queue too.
+        max_waiting=settings.max_batch + settings.max_waiting,
+    )
+    served = served_model(
+        model,
+        manager,
+        lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
+    )
+    return Scheduler(ModelRunner(model, manager), manager, served, limits)
 
 
 def _serve(

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
+from coldpage.engine.hot_pages import hot_pages
 from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.steps import ScheduledItem
@@ -68,37 +70,37 @@ class PageHasher:
 
     def __init__(self, model: LoadedModel, manager: KVCacheManager) -> None:
         self._tokens_per_block = manager.tokens_per_block
-        self._buffers: dict[LayerGroupId, list[np.ndarray]] = {}
+        self._buffers: dict[LayerGroupId, list[torch.Tensor]] = {}
         for index in range(len(model.layers)):
             layer_id = LayerId(index)
-            arrays = self._buffers.setdefault(manager.layer_group_of(layer_id), [])
+            buffers = self._buffers.setdefault(manager.layer_group_of(layer_id), [])
             for role in (KEY_ROLE, VALUE_ROLE):
-                array = manager.hot_array(layer_id, role)
-                assert isinstance(array, np.ndarray), "pages are hashed in host memory"
-                arrays.append(array)
+                buffers.append(hot_pages(manager, layer_id, role, model.model.device))
 
     def digests(self, kv_cache: KVCache, num_tokens: int) -> PageDigests:
         """Hashes of the pages that hold the first ``num_tokens`` positions; missing and stale
-        blocks are left out.
+        blocks are left out. The pages are quiescent.
         """
         missing = set(kv_cache.missing_blocks())
         found: PageDigests = {}
-        for group_id, arrays in self._buffers.items():
-            slots = kv_cache.page_indices(group_id).tolist()
-            for block in range(-(-num_tokens // self._tokens_per_block)):
-                ordinal = BlockOrdinal(block)
-                if slots[block] >= 0 and ordinal not in missing:
-                    num_written = min(
-                        self._tokens_per_block, num_tokens - block * self._tokens_per_block
-                    )
-                    found[group_id, ordinal] = self._digest(arrays, slots[block], num_written)
+        for group_id, buffers in self._buffers.items():
+            slots = kv_cache.page_indices(group_id)[: -(-num_tokens // self._tokens_per_block)]
+            wanted = [b for b in np.flatnonzero(slots >= 0).tolist() if b not in missing]
+            rows = torch.from_numpy(slots[wanted].astype(np.int64)).to(buffers[0].device)
+            pages = [buffer[rows].cpu().numpy() for buffer in buffers]
+            for place, block in enumerate(wanted):
+                num_written = min(
+                    self._tokens_per_block, num_tokens - block * self._tokens_per_block
+                )
+                found[group_id, BlockOrdinal(block)] = self._digest(
+                    [page[place] for page in pages], num_written
+                )
         return found
 
-    def _digest(self, arrays: list[np.ndarray], slot: int, num_tokens: int) -> bytes:
+    def _digest(self, buffers: list[npt.NDArray[np.uint8]], num_tokens: int) -> bytes:
         digest = xxhash.xxh3_128()
-        for array in arrays:
-            num_bytes = array.shape[1] // self._tokens_per_block * num_tokens
-            digest.update(array[slot, :num_bytes].data)
+        for buffer in buffers:
+            digest.update(buffer[: buffer.size // self._tokens_per_block * num_tokens].data)
         return digest.digest()
 
 

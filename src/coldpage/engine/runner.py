@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.device.base import DeviceBytes
 from coldpage.engine.attention import (
     CURRENT_CACHE,
     PagedCache,
@@ -22,15 +21,15 @@ from coldpage.engine.attention import (
 )
 from coldpage.engine.dense_attention import dense_attention
 from coldpage.engine.geometry import cache_argument
+from coldpage.engine.hot_pages import PageSource, hot_pages
 from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
 from coldpage.engine.step_plan import GroupPlan, ItemSpan, plan_group
 from coldpage.engine.upload import to_device
-from coldpage.types import BufferRole, Int32Array, LayerGroupId, LayerId
+from coldpage.types import Int32Array, LayerGroupId, LayerId
 
 __all__ = [
     "LogitsWanted",
     "ModelRunner",
-    "PageSource",
     "PageTable",
     "StepItem",
 ]
@@ -41,23 +40,6 @@ class PageTable(Protocol):
 
     def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
         """The hot slot of each block, -1 where there is none. [num_blocks]"""
-        ...
-
-
-class PageSource(Protocol):
-    """What a runner reads of the manager."""
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Positions of one block."""
-        ...
-
-    def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
-        """The hot pool's bytes of one buffer, no copy. [num_slots, buffer_bytes]"""
-        ...
-
-    def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
-        """The layer group whose pages hold this layer."""
         ...
 
 
@@ -95,9 +77,13 @@ class ModelRunner:
         for index, geometry in enumerate(model.layers):
             layer_id = LayerId(index)
             shape = (manager.tokens_per_block, geometry.num_kv_heads, geometry.head_dim)
+            keys, values = (
+                hot_pages(manager, layer_id, role, self._device).view(model.dtype).view(-1, *shape)
+                for role in (KEY_ROLE, VALUE_ROLE)
+            )
             layer = PagedLayer(
-                self._pages(manager.hot_array(layer_id, KEY_ROLE), shape),
-                self._pages(manager.hot_array(layer_id, VALUE_ROLE), shape),
+                keys,
+                values,
                 geometry.sliding_window_tokens,
                 scratch,
                 dense_attention(self._device, model.dtype, geometry.head_dim),
@@ -191,22 +177,6 @@ class ModelRunner:
             )
             plans.append(plan_group(spans, self._tokens_per_block, window, self._dtype))
         return plans
-
-    def _pages(
-        self, array: npt.NDArray[np.uint8] | DeviceBytes, shape: tuple[int, int, int]
-    ) -> torch.Tensor:
-        """[num_slots, *shape] of the model's dtype in the memory of ``array``."""
-        if isinstance(array, DeviceBytes):
-            pool = torch.as_tensor(array, device=self._device)
-            assert pool.data_ptr() == array.address, "the hot pool is not on the model's device"
-        else:
-            assert self._device.type == "cpu", "the hot pool is not on the model's device"
-            pool = torch.from_numpy(array)
-        pages = pool.view(self._dtype)
-        assert pages.shape[1] == shape[0] * shape[1] * shape[2], (
-            "a buffer's size does not fit the model"
-        )
-        return pages.view(-1, *shape)
 
 
 def _logit_rows(items: Sequence[StepItem]) -> list[npt.NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k and top-p, in f32.
+"""From logits to tokens: greedy, temperature, top-k and top-p, in f32, on the CPU.
 
 A sampled row depends on its own logits and its own generator only, so a seed gives the same tokens
 whatever else runs in the batch.
@@ -40,13 +40,13 @@ class SampledTokens:
     is_valid: npt.NDArray[np.bool_]  # [num_rows]
 
 
-def new_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
+def new_generator(params: SamplingParams) -> torch.Generator | None:
     """A generator for one request (None when it is greedy), seeded from the request or from the
     system.
     """
     if params.temperature == 0:
         return None
-    generator = torch.Generator(device=device)
+    generator = torch.Generator()
     if params.seed is None:
         generator.seed()
     else:
@@ -63,8 +63,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     # max carries a NaN through, so one pass finds the greedy tokens and the broken rows.
     maxima, greedy_ids = logits.max(dim=-1)
     is_valid = torch.isfinite(maxima)
-    token_ids = greedy_ids.cpu().numpy().copy()
-    valid = is_valid.cpu().numpy()
+    token_ids = greedy_ids.numpy().copy()
+    valid = is_valid.numpy()
     for index, row in enumerate(rows):
         if row.generator is None or not valid[index]:
             continue

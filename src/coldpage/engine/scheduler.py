@@ -133,7 +133,7 @@ class Scheduler:
         live = LiveRequest(
             request,
             text=self._model.new_text(request.sampling.stop, request.prompt),
-            generator=new_generator(request.sampling, self._model.device),
+            generator=new_generator(request.sampling),
             max_new_tokens=room if wanted is None else min(room, wanted),
         )
         self._waiting.append(live)

@@ -25,6 +25,7 @@ class DemoOptions:
     """
 
     model: str | None = None
+    device: str = "auto"
     dtype: str = "auto"
     tokens_per_block: int = 16
     num_conversations: int = 8
@@ -39,11 +40,13 @@ class VerifyOptions:
     """``coldpage verify``, in float32: a run under pressure, its replay without pressure and plain
     ``generate``, compared.
 
-    ``model`` None is the bundled model. ``disk_directory`` None is a temporary directory, removed
-    afterwards.
+    ``model`` None is the bundled model; ``has_random_model``: a small one made for the run instead.
+    ``disk_directory`` None is a temporary directory, removed afterwards.
     """
 
     model: str | None = None
+    has_random_model: bool = False
+    device: str = "auto"
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2

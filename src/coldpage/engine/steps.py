@@ -49,7 +49,6 @@ class ServedModel:
     has_sliding_window: bool
     tier_names: tuple[str, ...]
     new_text: Callable[[tuple[str, ...], Int32Array], TextStream]  # from stop strings, prompt
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)

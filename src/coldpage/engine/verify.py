@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,8 @@ from coldpage.engine.conversations import (
 )
 from coldpage.engine.geometry import cache_argument
 from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.placement import choose_device, page_device
+from coldpage.engine.random_model import write_random_model
 from coldpage.engine.recording import PageHasher, Recorder
 from coldpage.engine.replay import RECOMPUTED_TOLERANCE, Comparison, Replay
 from coldpage.engine.runner import ModelRunner
@@ -92,20 +95,36 @@ def _disk_directory(options: VerifyOptions) -> Iterator[str]:
             yield directory
 
 
+@contextlib.contextmanager
+def _model_source(options: VerifyOptions) -> Iterator[str | None]:
+    if not options.has_random_model:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory(prefix="coldpage-model-") as directory:
+        write_random_model(Path(directory) / "random")
+        yield str(Path(directory) / "random")
+
+
 def run_verify(options: VerifyOptions, console: Console) -> int:
     """Run, replay and compare; 0 when nothing differs, else 1. Raises ColdpageError for
     bad input.
     """
-    with Progress(console=console, transient=True) as progress:
+    device = choose_device(options.device)
+    with (
+        Progress(console=console, transient=True) as progress,
+        _model_source(options) as source,
+    ):
         task = progress.add_task("loading the model", total=None)
         model = load_model(
-            options.model, torch.float32, lambda text: progress.update(task, description=text)
+            source, torch.float32, lambda text: progress.update(task, description=text), device
         )
         progress.remove_task(task)
         with _disk_directory(options) as directory:
             run = _run_under_pressure(model, options, directory, progress)
         comparison = _replay(model, options, run, progress)
-        num_near_ties = _compare_with_generate(options, run, comparison, progress)
+        reference = load_model(source, torch.float32, lambda text: None, device)
+        num_near_ties = _compare_with_generate(reference, run, comparison, progress)
+    console.print(f"{model.name} in float32 on {device}")
     _report(console, options, run, comparison, num_near_ties)
     is_proven = comparison.num_differences == 0 and _injection_showed(options, run)
     return 0 if is_proven else 1
@@ -125,7 +144,10 @@ def _run_under_pressure(
     )
     total = options.num_conversations * options.num_rounds
     task = progress.add_task("run under pressure", total=total)
-    with build_manager(model, tiers, options.tokens_per_block) as manager:
+    with (
+        page_device(model.model.device) as device,
+        build_manager(model, tiers, options.tokens_per_block, device=device) as manager,
+    ):
         recorder = Recorder(PageHasher(model, manager))
         runner = ModelRunner(model, manager)
         scheduler = Scheduler(runner, manager, serve_tokens(model, manager))
@@ -181,7 +203,11 @@ def _replay(
         for index in range(options.num_rounds)
     }
     task = progress.add_task("replay without pressure", total=len(run.recorder.steps))
-    with build_manager(model, [DeviceTierConfig(hot)], options.tokens_per_block) as manager:
+    tiers = [DeviceTierConfig(hot)]
+    with (
+        page_device(model.model.device) as device,
+        build_manager(model, tiers, options.tokens_per_block, device=device) as manager,
+    ):
         replay = Replay(
             run.recorder,
             name_of.__getitem__,
@@ -193,17 +219,16 @@ def _replay(
 
 
 def _compare_with_generate(
-    options: VerifyOptions, run: _PressureRun, comparison: Comparison, progress: Progress
+    reference: LoadedModel, run: _PressureRun, comparison: Comparison, progress: Progress
 ) -> int:
     """Compare every answer with plain transformers; returns how many near ties
     chose differently.
     """
-    reference: Any = load_model(options.model, torch.float32, lambda text: None).model
     gaps = _logit_gaps(run.recorder)
     task = progress.add_task("transformers' generate", total=len(run.conversations))
     num_near_ties = 0
     for conversation in run.conversations:
-        witness = _Witness(reference)
+        witness = _Witness(reference.model)
         for turn in conversation.turns:
             num_near_ties += _compare_answer(turn, witness, gaps[turn.request_id], comparison)
         progress.advance(task)
@@ -242,7 +267,7 @@ class _Witness:
         if not np.array_equal(prompt[: self._cached.size], self._cached):
             # An earlier answer differed from the recorded one: its cache is of another text.
             self._cache = transformers.DynamicCache()
-        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(self._model.device)
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
@@ -252,7 +277,7 @@ class _Witness:
                 do_sample=False,
                 **{cache_argument(self._model): self._cache},
             )
-        text: Int32Array = out[0].numpy().astype(np.int32)
+        text: Int32Array = out[0].cpu().numpy().astype(np.int32)
         self._cached = text[: self._cache.get_seq_length()]
         return text[prompt.size :]
 
