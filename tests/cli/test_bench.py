@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coldpage.bench import disk
+from coldpage import KVCacheManager
+from coldpage.bench import disk, resume
 from coldpage.bench.page_moves import MovePath, PageMoves
 from coldpage.cli.commands import coldpage
 from tests.tidy.tree import REPOSITORY
@@ -144,6 +146,47 @@ def test_pages_that_did_not_move_are_no_result(
     assert "of 2 pages to disk and back these moved: {}" in result.stderr
 
 
+def test_resume_is_beside_the_link_and_the_prefill(tmp_path: Path) -> None:
+    printed, rows = run(tmp_path, "resume", "--model", "tiny", "--tokens", "64")
+    link, prefill = rows
+    assert link["config"] == prefill["config"] == "tiny: 24 KiB in 4 pages"
+    assert link["ours_ms"] == prefill["ours_ms"]
+    assert (link["rival"], link["is_faster_better"]) == ("bytes / speed of one copy", False)
+    assert (prefill["rival"], prefill["is_faster_better"]) == ("prefill of the same tokens", True)
+    notes = link["notes"]
+    assert (notes["num_tokens"], notes["num_bytes"]) == (64, 24 * KIB)
+    assert 0.0 < notes["enqueue_ms"] < notes["call_ms"] < link["median_ms"]
+    both_ms = notes["planning_ms"] + notes["copy_ms"]
+    assert min(link["ours_ms"]) - 0.01 <= both_ms <= max(link["ours_ms"]) + 0.01
+    per_s = prefill["notes"]["prefill_tokens_per_s"]
+    assert per_s == pytest.approx(64e3 / prefill["rival_median_ms"], rel=0.01)
+    shown = re.search(r"of that (\d+\.\d\d) ms until the first copy", " ".join(printed.split()))
+    assert shown is not None and float(shown[1]) == pytest.approx(notes["planning_ms"], abs=0.006)
+
+
+def test_resume_needs_no_model(tmp_path: Path) -> None:
+    flags = ("--model", "smollm2", "--tokens", "32", "--no-prefill")
+    _, rows = run(tmp_path, "resume", *flags)
+    assert [row["config"] for row in rows] == ["SmolLM2-135M: 720 KiB in 2 pages"]
+
+
+def test_a_session_that_comes_back_changed_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evict = resume.evict_all
+
+    def damage(manager: KVCacheManager) -> None:
+        evict(manager)
+        # Below any checksum: what host memory holds is trusted.
+        manager._storage.levels[1].groups[0].memory[0].view(0, 64)[:] ^= 1
+
+    monkeypatch.setattr(resume, "evict_all", damage)
+    flags = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--repeats", "1"]
+    result = CliRunner().invoke(coldpage, ["bench", "resume", *flags])
+    assert result.exit_code == 2
+    assert "the resumed session gives other logits than before it left" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -170,7 +213,7 @@ def test_no_such_device_is_said_before_anything_runs() -> None:
     assert "'tpu' is no device: write auto, cpu, cuda or cuda:N" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["migrate", "disk", "manager"])
+@pytest.mark.parametrize("command", ["migrate", "disk", "resume", "manager"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, ["bench", command, "--help"])
     assert result.exit_code == 0
@@ -189,6 +232,8 @@ def test_the_command_line_starts_with_little_installed(tmp_path: Path) -> None:
         "         standalone_mode=False)\n"
         "coldpage(['bench', 'disk', *flags, '--bytes', '64KiB', '--blocks', '64KiB',\n"
         f"          '--directory', {str(tmp_path)!r}], standalone_mode=False)\n"
+        "coldpage(['bench', 'resume', *flags, '--model', 'tiny', '--tokens', '16',\n"
+        "          '--no-prefill'], standalone_mode=False)\n"
         "coldpage(['bench', 'migrate', *flags, '--bytes', '64KiB', '--segments', '4KiB'],\n"
         "         standalone_mode=False)\n"
     )

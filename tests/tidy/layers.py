@@ -48,7 +48,14 @@ LIBRARY_TOP = 7
 
 # Third-party modules with heavy or special needs, and the only rooms that may import them.
 CONFINED: dict[str, tuple[str, ...]] = {
-    "torch": ("device.cuda", "kernels", "engine", "semantic.embedder", "bench.decode_load"),
+    "torch": (
+        "device.cuda",
+        "kernels",
+        "engine",
+        "semantic.embedder",
+        "bench.decode_load",
+        "bench.prefill",
+    ),
     "triton": ("kernels",),
     "numba": ("kernels",),
     "cuda": ("device.cuda",),

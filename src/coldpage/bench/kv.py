@@ -23,6 +23,7 @@ from coldpage.types import BufferRole, Int32Array, LayerId
 __all__ = [
     "LLAMA_8B",
     "SMOLLM2_135M",
+    "TINY_LLAMA",
     "TOKENS_PER_BLOCK",
     "Geometry",
     "evict_all",
@@ -49,8 +50,9 @@ class Geometry:
         return self.num_layers * len(_ROLES) * self.buffer_bytes
 
 
-# 16-bit numbers: 3 KV heads of 64, and 8 of 128.
+# 16-bit numbers: 3 KV heads of 64, 2 of 16, and 8 of 128.
 SMOLLM2_135M: Final = Geometry("SmolLM2-135M", 30, TOKENS_PER_BLOCK * 3 * 64 * 2)
+TINY_LLAMA: Final = Geometry("tiny", 3, TOKENS_PER_BLOCK * 2 * 16 * 2)
 LLAMA_8B: Final = Geometry("8B", 32, TOKENS_PER_BLOCK * 8 * 128 * 2)
 
 

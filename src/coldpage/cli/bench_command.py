@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
-__all__ = ["bench", "disk", "manager", "migrate"]
+__all__ = ["bench", "disk", "manager", "migrate", "resume"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Wide enough for the tables where the output is a file.
@@ -207,6 +207,46 @@ def disk(
             num_repeats=num_repeats,
         )
         _measure(device, json_path, "disk", lambda d, console: run_disk(d, options, console))
+
+
+@bench.command()
+@_common_flags(5)
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(16),
+    help="Tokens of the session, a multiple of 16. [default: 32768 on a GPU, 2048 elsewhere]",
+)
+@click.option(
+    "--model",
+    type=click.Choice(("8b", "smollm2", "tiny")),
+    help="Whose cache: 128 KiB a token, 22.5 KiB or 384 bytes. [default: 8b on a GPU, else "
+    "smollm2]",
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(16),
+    help="Tokens of a step of the prefill; larger is faster. [default: 8192 on a GPU, else 1024]",
+)
+@click.option("--no-prefill", is_flag=True, help="Leave the prefill out, which needs torch.")
+def resume(
+    device: str, json_path: Path | None, model: str | None, no_prefill: bool, **sizes: Any
+) -> None:
+    """A session in host memory until its first step may launch, against the speed of the link and
+    against prefill of the same tokens with random weights.
+
+    \b
+    Examples:
+      coldpage bench resume
+      coldpage bench resume --device cuda --tokens 131072 --no-prefill
+    """
+    with failures_as_sentences():
+        from coldpage.bench.kv import LLAMA_8B, SMOLLM2_135M, TINY_LLAMA
+        from coldpage.bench.resume import ResumeOptions, run_resume
+
+        geometries = {"8b": LLAMA_8B, "smollm2": SMOLLM2_135M, "tiny": TINY_LLAMA, None: None}
+        options = ResumeOptions(geometry=geometries[model], has_prefill=not no_prefill, **sizes)
+        _measure(device, json_path, "resume", lambda d, console: run_resume(d, options, console))
 
 
 @bench.command()

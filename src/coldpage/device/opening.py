@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from typing import Final
@@ -49,10 +48,7 @@ def open_device(name: str) -> Device:
 
 
 def _open_cuda(index: int) -> Device:
-    try:
-        # Loads the driver, which a machine without a GPU has not.
-        make = importlib.import_module("coldpage.device.cuda").CudaDevice
-    except (ImportError, AttributeError) as error:
-        raise DeviceError(f"cuda:{index} can not be used: {error}") from error
-    device: Device = make(index)
-    return device
+    # A machine without a GPU need not load any of it.
+    from coldpage.device.cuda import CudaDevice
+
+    return CudaDevice(index)
