@@ -54,9 +54,16 @@ def _repeated(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTierConfig:
-    """The hot level: memory that attention reads. ``quota_bytes`` bounds it."""
+    """The memory that attention reads: the first tier is the hot level. ``quota_bytes`` bounds it.
+
+    A later one is a cold level in the same memory, where sessions lie in the form of a ``codec``,
+    which makes its cold pages; None: the manager's. ``write_behind`` is as a HostTierConfig's. Both
+    are a cold level's only.
+    """
 
     quota_bytes: int
+    codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
+    write_behind: bool = True
 
     @property
     def tier(self) -> CacheTier:
@@ -66,10 +73,17 @@ class DeviceTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class HostTierConfig:
-    """A cold level in host memory. ``codec`` makes its cold pages; None: the manager's."""
+    """A cold level in host memory. ``codec`` makes its cold pages; None: the manager's.
+
+    With ``write_behind``, which the first cold level in memory heeds, the full pages of a sequence
+    are copied there when it is suspended, in the background, as far as there is room for nothing
+    that would be lost, so that their hot slots can be had at once; without, when somebody wants
+    those.
+    """
 
     quota_bytes: int
     codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
+    write_behind: bool = True
 
     @property
     def tier(self) -> CacheTier:
@@ -278,12 +292,11 @@ class KVCacheManagerConfig:
                 tier.quota_bytes > 0,
                 f"the {tier.tier.value} tier has no bytes: give it a positive quota",
             )
-        for tier in self.cache_tiers[1:]:
-            _require(
-                not isinstance(tier, DeviceTierConfig),
-                "only the first tier can be a DeviceTierConfig: "
-                "use HostTierConfig or DiskTierConfig",
-            )
+        _require(
+            self.cache_tiers[0].codec is None,
+            "the first cache tier, which attention reads, can not have a codec: give it to a "
+            "later one",
+        )
         paths = [t.path for t in self.cache_tiers if isinstance(t, DiskTierConfig)]
         shared = _repeated(paths)
         _require(not shared, f"two disk tiers use the directory {shared}: give each its own")

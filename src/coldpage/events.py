@@ -13,13 +13,15 @@ from coldpage.types import CacheLevel, CacheTier, Int32Array
 
 __all__ = ["StorageEvents", "StorageObserver", "level_names"]
 
-_NAMES = {CacheTier.GPU: "hot", CacheTier.HOST: "host", CacheTier.DISK: "disk"}
+_NAMES = {CacheTier.GPU: "gpu", CacheTier.HOST: "host", CacheTier.DISK: "disk"}
 
 
 def level_names(tiers: Sequence[CacheTier]) -> tuple[str, ...]:
-    """A name for each level: ``hot``, ``host``, ``disk``, numbered where a medium is used twice."""
-    names: list[str] = []
-    for tier in tiers:
+    """A name for each level: ``hot`` for the first, then ``gpu``, ``host`` and ``disk``, numbered
+    where cold levels use a medium twice.
+    """
+    names = ["hot"]
+    for tier in tiers[1:]:
         name = _NAMES[tier]
         num_same = sum(n.rstrip("0123456789") == name for n in names)
         names.append(f"{name}{num_same + 1}" if num_same else name)

@@ -50,6 +50,22 @@ SETUPS = {
         "mixed-sizes", 4, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True, watermark=0.3
     ),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
+    "cold on the device": Setup(
+        "mixed-sizes", 2, 8, 6, 24, is_ring_tiny=True, gpu_blocks=6, copies_behind=True
+    ),
+    "cold on the device, a codec each": Setup(
+        "mixed",
+        2,
+        8,
+        6,
+        24,
+        codec="position",
+        disk_codec="padding",
+        gpu_blocks=6,
+        gpu_codec="padding",
+        gpu_place=1,
+        copies_behind=True,
+    ),
     "nothing cold": Setup("full", 2, 10),
 }
 

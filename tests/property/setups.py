@@ -140,6 +140,10 @@ class Setup:
     write_behind: bool = False
     # After so many rounds of the simulated device a read from disk is late; 0: it never is.
     read_deadline_rounds: int = 0
+    gpu_blocks: int = 0
+    gpu_codec: str | None = None
+    gpu_place: int = 0  # how many cold levels come before it
+    copies_behind: bool = False  # suspended pages are copied to a cold level in memory at once
 
     @property
     def has_windows(self) -> bool:
@@ -152,12 +156,24 @@ class Setup:
     @property
     def cold_levels(self) -> list[tuple[str, int, str]]:
         """Medium, blocks and codec of the levels after the hot one."""
+        return [(medium, size, own or self.codec) for medium, size, own in self._cold]
+
+    @property
+    def _cold(self) -> list[tuple[str, int, str | None]]:
         levels = [
             ("host", self.host_blocks, self.host_codec),
             ("host", self.host2_blocks, self.host2_codec),
             ("disk", self.disk_blocks, self.disk_codec),
         ]
-        return [(medium, size, own or self.codec) for medium, size, own in levels if size]
+        levels = [level for level in levels if level[1]]
+        if self.gpu_blocks:
+            levels.insert(self.gpu_place, ("gpu", self.gpu_blocks, self.gpu_codec))
+        return levels
+
+    @property
+    def needs_shared_codec(self) -> bool:
+        """Whether some tier, or all, leave the codec to the manager."""
+        return not self._cold or any(own is None for _, _, own in self._cold)
 
     @property
     def blocks(self) -> list[int]:
@@ -207,15 +223,14 @@ class Setup:
         return -(-sum(pools) // 2) if codec in LOSSY_CODECS and not is_whole else sum(pools)
 
     def config(self, directory: Path) -> KVCacheManagerConfig:
-        own = [self.host_codec, self.host2_codec, self.disk_codec]
-        sizes = [self.host_blocks, self.host2_blocks, self.disk_blocks]
-        own = [codec for codec, size in zip(own, sizes, strict=True) if size]
         tiers: list[CacheTierConfig] = [DeviceTierConfig(self.quota_bytes(0, self.hot_blocks))]
-        for level, (medium, size, _) in enumerate(self.cold_levels, start=1):
-            quota, name = self.quota_bytes(level, size), own[level - 1]
+        for level, (medium, size, name) in enumerate(self._cold, start=1):
+            quota = self.quota_bytes(level, size)
             codec = None if name is None else make_codec(name)
             if medium == "host":
-                tiers.append(HostTierConfig(quota, codec))
+                tiers.append(HostTierConfig(quota, codec, self.copies_behind))
+            elif medium == "gpu":
+                tiers.append(DeviceTierConfig(quota, codec, self.copies_behind))
             else:
                 deadline = self.read_deadline_rounds or 1e9
                 tiers.append(
@@ -276,10 +291,7 @@ def small_index_chunks() -> Iterator[None]:
 
 def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManager:
     """A manager on the device."""
-    cold = setup.cold_levels
-    is_own = [setup.host_codec, setup.host2_codec, setup.disk_codec]
-    needs_shared = not cold or setup.codec in {c for _, _, c in cold} or not any(is_own)
-    codec = make_codec(setup.codec) if needs_shared else None
+    codec = make_codec(setup.codec) if setup.needs_shared_codec else None
     with small_constants(setup):
         return KVCacheManager(setup.config(directory), device=device, codec=codec)
 

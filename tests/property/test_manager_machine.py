@@ -40,6 +40,10 @@ setups = st.builds(
     separate_sinks=st.booleans(),
     watermark=st.sampled_from([0.0, 0.0, 0.25]),
     has_pool_ratio=st.booleans(),
+    gpu_blocks=st.sampled_from([0, 0, 4, 8]),
+    gpu_codec=any_codec,
+    gpu_place=st.integers(0, 3),
+    copies_behind=st.booleans(),
 )
 tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS // 2)
 streams = st.integers(0, NUM_STREAMS - 1)
@@ -148,22 +152,22 @@ class ManagerMachine(RuleBasedStateMachine):
     def plan_drop(self, number: int, first_block: int) -> None:
         self.driver.plan_drop(self._index(number), first_block)
 
-    @rule(level=st.integers(0, 3), num_blocks=st.integers(1, 20))
+    @rule(level=st.integers(0, 4), num_blocks=st.integers(1, 20))
     def resize_level(self, level: int, num_blocks: int) -> None:
         self.driver.resize_level(level % len(self.driver.levels), num_blocks)
 
-    @rule(level=st.integers(0, 3))
+    @rule(level=st.integers(0, 4))
     def defragment(self, level: int) -> None:
         self.driver.defragment(level % len(self.driver.levels))
 
-    @rule(level=st.integers(0, 3))
+    @rule(level=st.integers(0, 4))
     def take_peaks(self, level: int) -> None:
         self.driver.take_peaks(level % len(self.driver.levels))
 
     @precondition(has_sequences)
-    @rule(number=which, level=st.integers(0, 3))
+    @rule(number=which, level=st.integers(0, 4))
     def prefetch(self, number: int, level: int) -> None:
-        self.driver.prefetch(self._index(number), level)
+        self.driver.prefetch(self._index(number), level % len(self.driver.levels))
 
     @precondition(has_sequences)
     @rule(number=which)

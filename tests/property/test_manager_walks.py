@@ -14,19 +14,22 @@ from tests.property.walks import Walk
 
 NUM_OPERATIONS = 500
 
-# host blocks, disk blocks
+# host blocks, disk blocks, cold blocks on the device
 LEVELS = {
-    "hot": (0, 0),
-    "host": (6, 0),
-    "disk": (0, 6),
-    "host and disk": (5, 6),
-    "much host": (14, 4),
-    "much disk": (5, ROOMY_BLOCKS),
+    "hot": (0, 0, 0),
+    "host": (6, 0, 0),
+    "disk": (0, 6, 0),
+    "host and disk": (5, 6, 0),
+    "much host": (14, 4, 0),
+    "much disk": (5, ROOMY_BLOCKS, 0),
+    "device": (0, 0, 6),
+    "device and disk": (0, 6, 5),
+    "device, host and disk": (5, 6, 5),
 }
 
 
 def _walk(levels: str, kind: str, seed: int, num_operations: int, *, with_faults: bool) -> Driver:
-    num_host, num_disk = LEVELS[levels]
+    num_host, num_disk, num_cold = LEVELS[levels]
     setup = Setup(
         kind=kind,
         per_block=2 + seed % 3,
@@ -34,6 +37,8 @@ def _walk(levels: str, kind: str, seed: int, num_operations: int, *, with_faults
         host_blocks=num_host,
         disk_blocks=num_disk,
         is_ring_tiny=seed % 2 == 0,
+        gpu_blocks=num_cold,
+        copies_behind=seed % 3 == 0,
     )
     driver = Driver(setup, seed)
     try:
@@ -64,6 +69,14 @@ def test_a_walk(levels: str, kind: str) -> None:
         for with_faults in (False, True)
     ]
     moves = _print_mix(levels, kind, drivers)
-    expected = {"hot": set(), "host": {"hot-host", "host-hot"}, "disk": {"hot-disk", "disk-hot"}}
+    device = {"hot-gpu", "gpu-hot"}
+    expected = {
+        "hot": set(),
+        "host": {"hot-host", "host-hot"},
+        "disk": {"hot-disk", "disk-hot"},
+        "device": device,
+        "device and disk": device | {"gpu-disk", "disk-hot"},
+        "device, host and disk": device | {"gpu-host", "host-gpu", "host-disk", "host-hot"},
+    }
     both = {"hot-host", "host-hot", "host-disk", "disk-hot"}
     assert expected.get(levels, both) <= moves.keys(), "a path was never walked"

@@ -133,8 +133,9 @@ def cold_page_bytes(make: MakeCodec, layout: HotLayout) -> list[int]:
 
 
 class Rig:
-    """A manager with ``hot``, ``host``, ``host2`` and ``disk`` slots for each layer group (0: no
-    such level) and, for the tiers, codecs that are made by the functions given.
+    """A manager with ``hot``, ``gpu``, ``host``, ``host2`` and ``disk`` slots for each layer group
+    (0: no such level), the cold ones in that ``order``, and, for the tiers, codecs that are made by
+    the functions given. What is suspended is copied to memory at once only with ``copies_behind``.
     """
 
     def __init__(
@@ -142,13 +143,17 @@ class Rig:
         *,
         seed: int = 0,
         hot: int = 8,
+        gpu: int = 0,
         host: int = 0,
         host2: int = 0,
         disk: int = 0,
+        order: tuple[str, ...] = ("gpu", "host", "host2", "disk"),
+        copies_behind: bool = False,
         kind: str | tuple[AttentionLayerConfig, ...] = "full",
         per_block: int = 2,
         max_util: float = 1.0,
         codec: MakeCodec | None = None,
+        gpu_codec: MakeCodec | None = None,
         host_codec: MakeCodec | None = None,
         host2_codec: MakeCodec | None = None,
         disk_codec: MakeCodec | None = None,
@@ -163,21 +168,20 @@ class Rig:
         self.layout = hot_layout(
             self.layers, separate_sinks=bool(settings.get("separate_sink_pages"))
         )
+        self._copies_behind = copies_behind
         self._makes: dict[int, MakeCodec] = {}  # by level
         self.codecs: dict[str, RecordingCodec] = {}  # by whose it is
         main = self._take("manager", codec or create_default_cold_page_codec)
         tiers: list[CacheTierConfig] = [DeviceTierConfig(1)]
         own: list[RecordingCodec | None] = [None]
-        for name, num_blocks, make in (
-            ("host", host, host_codec),
-            ("host2", host2, host2_codec),
-            ("disk", disk, disk_codec),
-        ):
-            if num_blocks:
-                self._makes[len(tiers)] = make or codec or create_default_cold_page_codec
-                own.append(self._take(name, make) if make else None)
-                path = str(Path(self._directory.name) / "disk")
-                tiers.append(DiskTierConfig(path, 1) if name == "disk" else HostTierConfig(1))
+        sizes = {"gpu": gpu, "host": host, "host2": host2, "disk": disk}
+        order = tuple(name for name in order if sizes[name])
+        makes = {"gpu": gpu_codec, "host": host_codec, "host2": host2_codec, "disk": disk_codec}
+        for name in order:
+            make = makes[name]
+            self._makes[len(tiers)] = make or codec or create_default_cold_page_codec
+            own.append(self._take(name, make) if make else None)
+            tiers.append(self._tier(name))
         self._tiers = tiers
         formats = {self._format(c) for c in own[1:] if c is not None}
         if len(tiers) == 1 or None in own[1:] or codec is not None:
@@ -192,7 +196,7 @@ class Rig:
             "initial_pool_ratio": tuple(ratio),
             "cache_tiers": tuple(
                 self._with_quota(level, num_blocks, own[level])
-                for level, num_blocks in enumerate(n for n in (hot, host, host2, disk) if n)
+                for level, num_blocks in enumerate([hot, *(sizes[name] for name in order)])
             ),
         }
         config = KVCacheManagerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
@@ -216,6 +220,12 @@ class Rig:
                 self.abandon()
                 raise
 
+    def _tier(self, name: str) -> CacheTierConfig:
+        """A tier of that medium; its size comes later."""
+        if name == "disk":
+            return DiskTierConfig(str(Path(self._directory.name) / "disk"), 1)
+        return DeviceTierConfig(1) if name == "gpu" else HostTierConfig(1)
+
     def _take(self, name: str, make: MakeCodec) -> RecordingCodec:
         self.codecs[name] = RecordingCodec(make())
         return self.codecs[name]
@@ -236,9 +246,9 @@ class Rig:
     ) -> CacheTierConfig:
         tier, quota = self._tiers[level], self.quota(level, num_blocks)
         if isinstance(tier, DeviceTierConfig):
-            return DeviceTierConfig(quota)
+            return DeviceTierConfig(quota, codec, self._copies_behind)
         if isinstance(tier, HostTierConfig):
-            return HostTierConfig(quota, codec)
+            return HostTierConfig(quota, codec, self._copies_behind)
         return DiskTierConfig(tier.path, quota, codec)
 
     def quota(self, level: int, num_blocks: int) -> int:

@@ -25,7 +25,17 @@ from tests.sim.scenes import filled, suspended
 
 PACKAGE = Path(coldpage.slots.__file__).parent
 # Their waits are proven by other tests: the device's own, and whatever runs above the manager.
-ELSEWHERE = {"device", "testing", "store", "snapshot", "engine", "server", "cli", "kernels"}
+ELSEWHERE = {
+    "device",
+    "testing",
+    "store",
+    "snapshot",
+    "engine",
+    "server",
+    "cli",
+    "kernels",
+    "bench",
+}
 WAITING_CALLS = {
     "wait",
     "wait_on",

@@ -205,6 +205,8 @@ class SimulatedDevice(Device):
         memory = SimulatedMemory(self, reserved, num_bytes, kind, num_ready)
         self._memories.append(memory)
         self._history.add(memory.address, num_ready)
+        if not memory.is_host_reachable:
+            self._world.hidden.append(range(memory.address, memory.address + max_bytes))
         return memory
 
     def _is_prepared_later(self, kind: MemoryKind) -> bool:

@@ -63,6 +63,7 @@ class ViolationKind(enum.Enum):
         "use after free"  # an access to freed memory, or a free that work in flight needs
     )
     OUT_OF_BOUNDS = "out of bounds"  # a range that lies in no allocation
+    OUT_OF_REACH = "out of reach"  # I/O on memory that the host can not reach
     LEAK = "leak"  # at close: work nobody waited for, or memory nobody freed
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import IoBatch, IoExecutor, IoJob
-from coldpage.device.simulated_history import IoOrder, ranges_of
+from coldpage.device.simulated_history import IoOrder, ViolationKind, ranges_of
 from coldpage.device.simulated_stream import MAX_STEPS_PER_POLL
 from coldpage.device.simulated_world import World
 from coldpage.errors import DeviceError, UsageError
@@ -93,6 +93,13 @@ class SimulatedIo(IoExecutor):
         for index, job in enumerate(jobs):
             origin = world.origin(f"I/O job {index}", world.host_clock, io=batch._order)
             can_run = world.history.check(ranges_of(job.reads), ranges_of(job.writes), origin)
+            if any(
+                part.address in hidden
+                for part in (*job.reads, *job.writes)
+                for hidden in world.hidden
+            ):
+                sentence = f"{origin} would use memory that the host can not reach"
+                world.history.report(ViolationKind.OUT_OF_REACH, sentence, (origin.site,))
             queued = _QueuedJob(
                 batch, index, job if can_run else IoJob(bool), world.first_io_round()
             )

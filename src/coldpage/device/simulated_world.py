@@ -72,6 +72,7 @@ class World:
         self.ignored_wait_sites: set[tuple[str, int]] = set()
         self.forwarding_files: set[str] = set()
         self.planned_failures: Counter[str | None] = Counter()
+        self.hidden: list[range] = []  # addresses that the host can not reach
         self.is_closed = False
         self._round = 0
         self._num_origins = 0

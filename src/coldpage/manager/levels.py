@@ -14,7 +14,12 @@ from coldpage.codecs import (
     PoolDesc,
     PoolGroupDesc,
 )
-from coldpage.config import DiskTierConfig, HostTierConfig, KVCacheManagerConfig
+from coldpage.config import (
+    DeviceTierConfig,
+    DiskTierConfig,
+    HostTierConfig,
+    KVCacheManagerConfig,
+)
 from coldpage.device.base import Device, MemoryKind
 from coldpage.events import StorageEvents, level_names
 from coldpage.layout import ColdLayout, HotLayout, cold_layout, hot_layout
@@ -90,10 +95,10 @@ class LevelBuilder:
         self._codecs.configure(self.describe_hot())
         for index, tier in enumerate(self._config.cache_tiers[1:], start=1):
             codec = self._codecs.of_tier(index)
-            if isinstance(tier, HostTierConfig):
-                self._build_host(CacheLevel(index), tier, codec)
-            elif isinstance(tier, DiskTierConfig):
+            if isinstance(tier, DiskTierConfig):
                 self._build_disk(CacheLevel(index), tier, codec)
+            else:
+                self._build_memory(CacheLevel(index), tier, codec)
         ring = None
         codecs = self._codecs.all
         if any(level.is_disk for level in self._levels):
@@ -153,13 +158,17 @@ class LevelBuilder:
         self._resources.callback(pool.close)
         return pool
 
-    def _build_host(self, level: CacheLevel, tier: HostTierConfig, codec: ConfiguredCodec) -> None:
+    def _build_memory(
+        self, level: CacheLevel, tier: HostTierConfig | DeviceTierConfig, codec: ConfiguredCodec
+    ) -> None:
         cold = self._cold[level] = cold_layout(codec.cold_page_bytes)
         counts = self._quotas.cold_slots(
             tier.quota_bytes, cold, cold.slot_bytes, self._names[level]
         )
+        is_host = isinstance(tier, HostTierConfig)
+        kind = MemoryKind.PINNED if is_host else MemoryKind.DEVICE
         pools = [
-            (self._memory(count, size, MemoryKind.PINNED),)
+            (self._memory(count, size, kind),)
             for count, size in zip(counts, cold.slot_bytes, strict=True)
         ]
         self._add_cold(level, cold, counts, pools, codec)

@@ -229,7 +229,7 @@ class KVCacheManager:
     def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
         """The buffer in every hot slot: a writable view, uint8 [num_slots, buffer_bytes], slots far
         apart. No copy: a numpy array where the host reaches the hot level; else DeviceBytes, which
-        ``torch.as_tensor(it, device="cuda")`` makes a tensor of the same memory from.
+        ``torch.as_tensor`` makes a tensor of the same memory from, on the device that has it.
 
         Valid until ``close`` or the next ``resize`` of the hot level. Raises KeyError for an
         unknown buffer.

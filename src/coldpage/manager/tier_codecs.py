@@ -6,15 +6,11 @@ import contextlib
 from collections.abc import Sequence
 
 from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
-from coldpage.config import CacheTierConfig, DeviceTierConfig
+from coldpage.config import CacheTierConfig
 from coldpage.errors import CodecError
 from coldpage.prefix import EXACT_PROVENANCE
 
 __all__ = ["TierCodecs"]
-
-
-def _own_codec(tier: CacheTierConfig) -> object | None:
-    return None if isinstance(tier, DeviceTierConfig) else tier.codec
 
 
 class TierCodecs:
@@ -33,7 +29,7 @@ class TierCodecs:
         Raises CodecConsumedError or ConfigurationError.
         """
         self._max_page_kernel_bytes = max_page_kernel_bytes
-        self._own = [_own_codec(tier) for tier in tiers]
+        self._own: list[object | None] = [tier.codec for tier in tiers]
         self._taken: list[ColdPageCodec] = []
         self._configured: dict[int, ConfiguredCodec] = {}  # by the id of the codec
         self._shared: ColdPageCodec | None = None

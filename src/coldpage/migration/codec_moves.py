@@ -271,12 +271,27 @@ class CodecMoves:
         self, batch: Int32Array, source: LevelPools, target: LevelPools
     ) -> Callable[[], None]:
         src, dst = self._touched(source, batch)[1], self._touched(target, batch)[1]
-        if source.codec is not target.codec:
-            places = (self._base(source, batch), src), (self._base(target, batch), dst)
-            return lambda: self._transcode(batch, source.codec, target.codec, *places)
-        life_cycle = self._table.life_cycle[batch[0]]
-        pools = [level.group_of(life_cycle).memory for level in (target, source)]
-        return lambda: copy_slots(pools[0], dst, pools[1], src, self.offload_stream)
+        places = (self._base(source, batch), src), (self._base(target, batch), dst)
+        return lambda: self._copy_or_transcode(batch, source.codec, target.codec, *places)
+
+    def _copy_or_transcode(
+        self,
+        batch: Int32Array,
+        source: ConfiguredCodec,
+        target: ConfiguredCodec,
+        src: tuple[MemAddress, Int32Array],
+        dst: tuple[MemAddress, Int32Array],
+    ) -> None:
+        """Raw where both have the same codec. On the offload stream."""
+        if source is not target:
+            self._transcode(batch, source, target, src, dst)
+            return
+        page_bytes = self.cold_page_bytes(source, batch)
+        from_addresses, to_addresses = (
+            base + slots.astype(np.int64) * page_bytes for base, slots in (src, dst)
+        )
+        sizes = np.full(batch.size, page_bytes, np.int64)
+        self.offload_stream.copy(to_addresses, from_addresses, sizes)
 
     def _transcode(
         self,
@@ -299,10 +314,10 @@ class CodecMoves:
             self._encode(target, some, dst[0], dst[1][chunk], scratch)
         self._events.totals["transcoded_pages"] += int(batch.size)
 
-    def transcode_to_staging(
+    def cold_to_staging(
         self, batch: Int32Array, source: LevelPools, codec: ConfiguredCodec, lease: StagingBuffer
     ) -> Event | None:
-        """Enqueue ``source`` (memory) -> staging in another codec's form. As ``encode_staged``."""
+        """Enqueue ``source`` (memory) -> staging in the codec's form. As ``encode_staged``."""
         src = self._touched(source, batch)
         slices = np.arange(batch.size, dtype=np.int32)
         places = (self._base(source, batch), src[1]), (lease.address, slices)
@@ -310,10 +325,10 @@ class CodecMoves:
             self.offload_stream,
             [src],
             [],
-            lambda: self._transcode(batch, source.codec, codec, *places),
+            lambda: self._copy_or_transcode(batch, source.codec, codec, *places),
         )
 
-    def transcode_from_staging(
+    def staging_to_cold(
         self,
         batch: Int32Array,
         codec: ConfiguredCodec,
@@ -321,8 +336,8 @@ class CodecMoves:
         lease: StagingBuffer,
         target: LevelPools,
     ) -> bool:
-        """Enqueue staging in another codec's form -> ``target`` (memory). As ``decode_staged``, on
-        the offload stream.
+        """Enqueue staging in the codec's form -> ``target`` (memory). As ``decode_staged``, on the
+        offload stream.
         """
         lease.set_stream(self.offload_stream)
         dst = self._touched(target, batch)
@@ -331,7 +346,7 @@ class CodecMoves:
             self.offload_stream,
             [],
             [dst],
-            lambda: self._transcode(batch, codec, target.codec, *places),
+            lambda: self._copy_or_transcode(batch, codec, target.codec, *places),
         )
         return event is not None
 

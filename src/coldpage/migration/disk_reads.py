@@ -1,5 +1,5 @@
-"""Reads from disk levels: to the hot level through the staging ring, or to a cold level in memory,
-straight where both have the same codec. A blob is decoded only after its checksum was verified.
+"""Reads from disk levels: through the staging ring, or straight to a cold level in host memory
+where both have the same codec. A blob is decoded only after its checksum was verified.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class DiskReads:
         staging is queued until there is some.
         """
         self._table.busy[pages] |= disk.bit
-        if memory.level != HOT_LEVEL and memory.codec is disk.codec:
+        if self._end.is_direct(disk, memory):
             for batch in self._end.moves.cold_batches(pages, disk, memory):
                 self._start(self._end.direct(batch, disk, memory))
             return
-        codecs = (disk.codec,) if memory.level == HOT_LEVEL else (disk.codec, memory.codec)
         if not self._queued:
             self._last_progress_s = self._end.clock()
-        for batch in self._end.moves.batches(pages, *codecs):
+        for batch in self._end.staged_batches(pages, disk, memory):
             for start in range(0, batch.size, MAX_STAGED_PAGES):
                 self._queued.append((batch[start : start + MAX_STAGED_PAGES], disk, memory))
         self._pump()
@@ -179,7 +178,7 @@ class DiskReads:
         good, codec, moves = transfer.pages[ok], transfer.disk.codec, self._end.moves
         if transfer.memory.level == HOT_LEVEL:
             return moves.decode_staged(good, codec, slices, lease)
-        return moves.transcode_from_staging(good, codec, slices, lease, transfer.memory)
+        return moves.staging_to_cold(good, codec, slices, lease, transfer.memory)
 
     def _finish_memory(
         self, transfer: Transfer, ok: npt.NDArray[np.bool_], arrived: npt.NDArray[np.bool_]

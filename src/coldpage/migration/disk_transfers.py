@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,7 +23,7 @@ from coldpage.page import PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.staging import StagingBuffer, StagingRing
 from coldpage.store import BlobName
-from coldpage.types import Int32Array, Int64Array
+from coldpage.types import HOT_LEVEL, Int32Array, Int64Array
 
 __all__ = ["MAX_STAGED_PAGES", "DiskEnd", "NamePages", "Settlement", "Transfer"]
 
@@ -102,6 +102,19 @@ class DiskEnd:
     def page_bytes(self, transfer: Transfer) -> int:
         """The size of each of its cold pages on disk."""
         return self.moves.cold_page_bytes(transfer.disk.codec, transfer.pages)
+
+    @staticmethod
+    def is_direct(disk: LevelPools, memory: LevelPools) -> bool:
+        """Whether I/O uses the slots of ``memory`` itself."""
+        return memory.is_host_memory and memory.codec is disk.codec
+
+    def staged_batches(
+        self, pages: Int32Array, disk: LevelPools, memory: LevelPools
+    ) -> Iterator[Int32Array]:
+        """The pages in batches that one way between ``memory`` and staging may take."""
+        if memory.level == HOT_LEVEL:
+            return self.moves.batches(pages, disk.codec)
+        return self.moves.cold_batches(pages, memory, disk)
 
     def lease(
         self, batch: Int32Array, disk: LevelPools, num_pages: int, *, for_stream: bool

@@ -1,5 +1,5 @@
-"""Writes to disk levels: from the hot level through the staging ring, or from a cold level in
-memory, straight where both have the same codec.
+"""Writes to disk levels: through the staging ring, or straight from a cold level in host memory
+where both have the same codec.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ class DiskWrites:
         """Start writing the pages' copies on ``memory`` to slots that they have on ``disk``
         already.
 
-        From the hot level or another codec's form the bytes leave their slots when they are in
+        From device memory or another codec's form the bytes leave their slots when they are in
         staging, so those may be given to another page at once. Returns the pages that were not
         taken (no staging left, or rejected): they are as before, slots included.
         """
-        if memory.level != HOT_LEVEL and memory.codec is disk.codec:
+        if self._end.is_direct(disk, memory):
             for batch in self._end.moves.cold_batches(pages, memory, disk):
                 self._table.busy[batch] |= memory.bit
                 self._start(self._end.direct(batch, disk, memory))
             return pages[:0]
-        codecs = (disk.codec,) if memory.level == HOT_LEVEL else (disk.codec, memory.codec)
         refused: list[Int32Array] = []
-        for batch in self._end.moves.batches(pages, *codecs):
+        for batch in self._end.staged_batches(pages, disk, memory):
             for start in range(0, batch.size, MAX_STAGED_PAGES):
                 chunk = batch[start : start + MAX_STAGED_PAGES]
                 num_taken = self._stage(chunk, memory, disk)
@@ -83,7 +82,7 @@ class DiskWrites:
         moves = self._end.moves
         if memory.level == HOT_LEVEL:
             return moves.encode_staged(pages, disk.codec, lease)
-        return moves.transcode_to_staging(pages, memory, disk.codec, lease)
+        return moves.cold_to_staging(pages, memory, disk.codec, lease)
 
     def _start(self, transfer: Transfer) -> None:
         self._end.name(transfer)

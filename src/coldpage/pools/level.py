@@ -142,6 +142,8 @@ class LevelPools:
         self.groups = groups
         self.bit = np.uint8(1 << level)
         self.is_disk = tier is CacheTier.DISK
+        # Files are read into and written from such a level itself, if it has their codec.
+        self.is_host_memory = tier is CacheTier.HOST
         self._codec = codec
         self._disk = disk
         self._index_of = np.array(pool_group_of, np.int16)
