@@ -33,6 +33,7 @@ _NUM_LAYERS = 3
 _ROLES = BufferRole("key"), BufferRole("value")
 _GROUP = LayerGroupId(0)
 _HOT_BLOCKS = 8
+_COLD = (("host",), ("host", "disk"), ("disk",), ("gpu",), ("gpu", "host", "disk"))
 _DEADLINE_S = 30.0
 
 _Bytes = npt.NDArray[np.uint8]
@@ -173,17 +174,18 @@ class _Story:
 
 
 def _tiers(names: Sequence[str], buffer_bytes: int, path: Path) -> Iterator[CacheTierConfig]:
-    """With room for all in the last; the host has room for a part where there is a disk."""
+    """With room for all in the last, and for a part in the others."""
     page = _page_bytes(buffer_bytes)
     for name in names:
         if name == "disk":
             yield DiskTierConfig(str(path), 64 * (page + 8192))
         else:
-            yield HostTierConfig((40 if name == names[-1] else 9) * page)
+            quota = (40 if name == names[-1] else 9) * page
+            yield HostTierConfig(quota) if name == "host" else DeviceTierConfig(quota)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("cold", [("host",), ("host", "disk"), ("disk",)], ids="-".join)
+@pytest.mark.parametrize("cold", _COLD, ids="-".join)
 @pytest.mark.parametrize("buffer_bytes", [1024, 4099, 33_000])
 def test_sessions_take_turns(
     tmp_path: Path, path: str, cold: tuple[str, ...], buffer_bytes: int
