@@ -77,9 +77,9 @@ class BlockTable:
         self.is_hole[entries] = True
         return _without_gaps(removed)
 
-    def live_pages(self) -> Int32Array:
-        """Every page of the sequence, [num_pages]."""
-        return _without_gaps(self.pages.ravel())
+    def live_pages(self, num_blocks: int | None = None) -> Int32Array:
+        """Every page of the sequence, or of its first ``num_blocks`` blocks, [num_pages]."""
+        return _without_gaps(self.pages[:, :num_blocks].ravel())
 
     def copy(self) -> BlockTable:
         """An independent table with the same pages and holes."""

@@ -19,13 +19,11 @@ from coldpage import (
     KVCacheManagerConfig,
     OutOfPagesError,
 )
-from coldpage.copy_engine import copy_slots
 from coldpage.device.base import Stream
-from coldpage.migration import codec_moves
 from coldpage.storage.escalation import Escalation
 from coldpage.testing.example_codecs import PaddingCodec
 from coldpage.testing.page_codec import HotPages
-from coldpage.types import CacheLevel, Int32Array, LifeCycleId
+from coldpage.types import CacheLevel, Int64Array, LifeCycleId
 from tests.property.setups import layers_of
 from tests.sim.scenes import (
     PER_BLOCK,
@@ -294,16 +292,19 @@ def test_raw_copies_ask_no_codec_which_pages_go_together(
     """One submission a pool group, whatever the codec says of its own calls."""
     sizes: list[int] = []
 
-    def count(dst_pools: object, dst_slots: Int32Array, *rest: object) -> None:
-        sizes.append(int(dst_slots.size))
-        copy_slots(dst_pools, dst_slots, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(codec_moves, "copy_slots", count)
     rig = build(hot=4, host=4, host2=40, kind="many", codec=_Alone)
     sequence = suspended(rig, prompt(4, 1))
     push_out(rig, 4)
     num_encodes = len(rig.codecs["manager"].sizes("encode"))
     assert num_encodes == len(rig.layout.layer_groups), "calls of the codec are by life cycle"
+    stream = rig.storage.moves.offload_stream
+    copy = stream.copy
+
+    def count(dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
+        sizes.append(int(dst.size))
+        copy(dst, src, num_bytes)
+
+    monkeypatch.setattr(stream, "copy", count)
     rig.manager.poll()
     assert len(sizes) == 1
     assert sizes[0] > 1

@@ -406,7 +406,8 @@ def test_use_is_counted_in_bytes() -> None:
 
 def test_each_level_is_divided_by_its_own_use() -> None:
     hot_bytes, host_bytes = 48 * 192, 60 * 192
-    with _used(30, HostTierConfig(_ROOMY), hot_bytes=_ROOMY) as (manager, cache):
+    host = HostTierConfig(_ROOMY, write_behind=False)
+    with _used(30, host, hot_bytes=_ROOMY) as (manager, cache):
         manager.resize(HOT_LEVEL, 4 * 192)
         assert _slots(manager, 0) == [2, 6]
         for _ in range(MIN_USAGE_SAMPLES):

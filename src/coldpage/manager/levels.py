@@ -127,7 +127,15 @@ class LevelBuilder:
             events,
             self._config.free_watermark,
             is_write_behind=any(tier.write_behind for tier in disks),
+            copy_level=self._copy_level(),
         )
+
+    def _copy_level(self) -> CacheLevel | None:
+        """The first cold level in memory, if it is to have copies of what is suspended."""
+        for index, tier in enumerate(self._config.cache_tiers[1:], start=1):
+            if not isinstance(tier, DiskTierConfig):
+                return CacheLevel(index) if tier.write_behind else None
+        return None
 
     # ------------------------------------------------------------------ levels
 

@@ -300,6 +300,9 @@ class KVCache:
         self._storage.unlock(self._table.live_pages(), self._stream)
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
+        # A block that is not full is written again after the next resume: it would be for nothing.
+        num_full = self._history_length // self._context.tokens_per_block
+        self._storage.copy_behind(self._table.live_pages(num_full))
 
     def _protect(self) -> None:
         """Mark the first and the newest block: eviction takes the others of this sequence before

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from coldpage.events import StorageEvents
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools
@@ -46,6 +48,15 @@ class PageCopies:
         """Give back the pages' slots on the level; their columns are the caller's."""
         for group, members in level.split(self.table.life_cycle[pages], pages):
             group.slots.free(self.table.slot[level.level, members])
+
+    def release_unused(self, level: LevelPools, pages: Int32Array) -> None:
+        """Take back the slots of pages that were given one and got no copy there."""
+        table = self.table
+        for group in level.groups:
+            owners = level.owners(group)
+            uses = table.present[owners] | table.reserved[owners] | table.busy[owners]
+            unused = owners[np.isin(owners, pages) & ((uses & level.bit) == 0)]
+            group.slots.free(table.slot[level.level, unused])
 
     def drop(self, level: LevelPools, pages: Int32Array) -> None:
         """The pages' copies on the level are copies no more. A slot still being read is freed when

@@ -62,6 +62,8 @@ class Escalation:
         self._levels: Sequence[LevelPools] = copies.levels
         self._moves = moves
         self._disk_moves = disk_moves
+        cold_memory = [level for level in self._levels[1:] if not level.is_disk]
+        self._memory_bits = np.uint8(sum(int(level.bit) for level in cold_memory))
         self.policy = policy
         self._drain = drain
         # What the spill saw when it last looked at a level's pool group.
@@ -126,9 +128,8 @@ class Escalation:
         room at the cost of such copies only.
         """
         table = self._table
-        memory = sum(int(level.bit) for level in self._levels[1:] if not level.is_disk)
         others = table.present[victims] & ~HOT_BIT
-        pages = victims[(others != 0) & ((others & np.uint8(memory)) == 0)]
+        pages = victims[(others != 0) & ((others & self._memory_bits) == 0)]
         for level in self._levels[1:]:
             if level.is_disk:
                 continue
@@ -358,6 +359,25 @@ class Escalation:
             room = self._make_spill_room(below, group, members.size)
             self._copy_below(level, members[:room], below)
 
+    def copy_ahead(self, pages: Int32Array, level: LevelPools) -> None:
+        """Start giving hot pages, which nobody has locked, a copy on a cold level in memory, those
+        first that would be evicted first; as far as there is room at the cost only of copies of
+        pages that are not hot and that a colder level has too: a hot page whose copy were taken
+        would have to be written again.
+        """
+        table = self._table
+        others = (table.present[pages] & ~HOT_BIT) | table.reserved[pages] | table.busy[pages]
+        is_only_hot = (others & self._memory_bits) == 0
+        pages = pages[is_only_hot & (table.num_locks[pages] == 0) & ~table.is_missing[pages]]
+        for group, members in level.split(table.life_cycle[pages], pages):
+            shortage = members.size - group.slots.num_free
+            if shortage > 0:
+                clean = self._clean_on(level, group)
+                self._give_up(level, clean[(table.present[clean] & HOT_BIT) == 0], shortage)
+            some = self._choose(members, min(members.size, group.slots.num_free))
+            self._copies.allocate(level, some)
+            self._moves.offload(some, level)
+
     def back_up(self, level: LevelPools, pages: Int32Array, disk: LevelPools) -> None:
         """As ``send_below``, with the most valuable pages on the disk whatever else has them too:
         memory will not last.
@@ -407,15 +427,20 @@ class Escalation:
         table, slots = self._table, group.slots
         shortage = count - slots.num_free
         if shortage > 0:
-            owners = below.owners(group)
-            in_motion = table.busy[owners] | table.reserved[owners]
             if below is self._levels[-1]:
+                owners = below.owners(group)
+                in_motion = table.busy[owners] | table.reserved[owners]
                 is_only_here = table.present[owners] == below.bit
                 is_free = (table.num_refs[owners] == 0) & (in_motion == 0)
                 self._displace(below, owners[is_only_here & is_free], None, shortage)
             else:
-                colder = ~np.uint8(below.bit | (below.bit - 1))
-                is_clean = (table.present[owners] & colder) != 0
-                still = (in_motion & below.bit) == 0
-                self._give_up(below, owners[is_clean & still], shortage)
+                self._give_up(below, self._clean_on(below, group), shortage)
         return min(count, slots.num_free)
+
+    def _clean_on(self, level: LevelPools, group: PoolGroup) -> Int32Array:
+        """Pages whose copy on the level no transfer uses, and that a colder level has too."""
+        table, owners = self._table, level.owners(group)
+        colder = ~np.uint8(level.bit | (level.bit - 1))
+        is_still = ((table.busy[owners] | table.reserved[owners]) & level.bit) == 0
+        clean: Int32Array = owners[is_still & ((table.present[owners] & colder) != 0)]
+        return clean

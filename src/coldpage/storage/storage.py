@@ -46,7 +46,11 @@ class Storage:
         events: StorageEvents,
         free_watermark: float = 0.0,
         is_write_behind: bool = False,
+        copy_level: CacheLevel | None = None,
     ) -> None:
+        """``is_write_behind`` is for the first disk level; ``copy_level`` is the cold level in
+        memory, if any, to which pages are copied when their sequence is suspended.
+        """
         self.table = table
         self.levels = levels
         self.moves = moves
@@ -77,6 +81,7 @@ class Storage:
         ]
         # Writing behind is for the first of them.
         self._behind = self._backups[0] if is_write_behind and self._backups else None
+        self._copy_level = None if copy_level is None else levels[copy_level]
 
     # ------------------------------------------------------------------ locking
 
@@ -121,6 +126,19 @@ class Storage:
         self.copies.drop(self._hot, unlocked[table.is_missing[unlocked]])
         if self._behind is not None:
             self._behind.note(unlocked)
+
+    def copy_behind(self, pages: Int32Array) -> None:
+        """Start copying pages that a suspended sequence has let go of to a cold level in memory, as
+        far as that costs nothing, so that their hot slots can be had at once. Never fails.
+        """
+        if self._copy_level is None or not pages.size:
+            return
+        try:
+            self._escalation.copy_ahead(pages, self._copy_level)
+        except DeviceError as error:
+            # Whoever needs the device next is told; the pages are good where they are.
+            _logger.error("suspended pages could not be copied: %s", error)
+            self.copies.release_unused(self._copy_level, pages)
 
     def _distrust(self, pages: Int32Array, error: DeviceError) -> None:
         """Work that failed may have torn hot pages. Those that have another copy were whole before,
