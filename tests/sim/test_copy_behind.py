@@ -144,6 +144,21 @@ def test_pages_from_disk_get_a_copy_in_memory(build: Build) -> None:
     assert rig.levels_of(first) == [HOT_BIT | COLD_BIT | DISK_BIT] * 4
 
 
+def test_a_page_still_on_its_way_is_not_copied(build: Build) -> None:
+    rig = build(hot=4, host=4, disk=20, copies_behind=True)
+    first = suspended(rig, prompt(4))
+    assert rig.manager.flush(60) == 0
+    push_out(rig, 4)
+    rig.close(suspended(rig, prompt(4, 1)))
+    assert rig.manager.flush(60) == 0
+    rig.device.faults.is_io_held = True
+    assert first.resume()
+    first.cache.suspend()
+    assert rig.levels_of(first) == [DISK_BIT] * 4
+    rig.device.faults.is_io_held = False
+    resumed(rig, first)
+
+
 def test_shared_pages_are_copied_when_the_last_lets_go(build: Build) -> None:
     rig = build(hot=12, host=12, copies_behind=True)
     first = filled(rig, prompt(4))

@@ -366,9 +366,9 @@ class Escalation:
         would have to be written again.
         """
         table = self._table
-        others = (table.present[pages] & ~HOT_BIT) | table.reserved[pages] | table.busy[pages]
-        is_only_hot = (others & self._memory_bits) == 0
-        pages = pages[is_only_hot & (table.num_locks[pages] == 0) & ~table.is_missing[pages]]
+        has_slot = table.present[pages] | table.reserved[pages] | table.busy[pages]
+        wanted = ((has_slot & self._memory_bits) == 0) & ((table.present[pages] & HOT_BIT) != 0)
+        pages = pages[wanted & (table.num_locks[pages] == 0) & ~table.is_missing[pages]]
         for group, members in level.split(table.life_cycle[pages], pages):
             shortage = members.size - group.slots.num_free
             if shortage > 0:
