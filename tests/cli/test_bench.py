@@ -15,8 +15,11 @@ from click.testing import CliRunner
 
 from coldpage import KVCacheManager
 from coldpage.bench import disk, resume
+from coldpage.bench.arena import prepared
 from coldpage.bench.page_moves import MovePath, PageMoves
 from coldpage.cli.commands import coldpage
+from coldpage.device.base import MemoryKind
+from coldpage.device.simulated import SimulatedDevice
 from tests.tidy.tree import REPOSITORY
 
 KIB = 1024
@@ -90,6 +93,25 @@ def test_moves_that_change_a_page_are_no_result(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(coldpage, ["bench", "migrate", *flags])
     assert result.exit_code == 2
     assert result.stderr == "coldpage: 64 of 64 pages of 4096 bytes came back changed\n"
+
+
+def test_what_is_measured_begins_when_memory_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(0, prepares_in_background=True)
+    polled: list[int] = []
+
+    def poll() -> None:
+        polled.append(device.num_unprepared_bytes)
+        device.prepare(40)
+
+    monkeypatch.setattr(device, "poll", poll)
+    device.allocate(100, MemoryKind.PINNED)
+    with prepared(device):
+        device.allocate(10, MemoryKind.DEVICE)
+        memory = device.allocate(100, MemoryKind.PINNED)
+    assert memory.num_ready_bytes == 100
+    assert polled == [200, 160, 120, 80, 40]
+    device.allocate(10, MemoryKind.PINNED)  # nobody waits for what comes later
+    device.close()
 
 
 def test_a_path_follows_the_devices_advice_or_not() -> None:
@@ -246,3 +268,41 @@ def test_the_command_line_starts_with_little_installed(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(REPOSITORY / "src")},
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+def test_migrate_on_a_gpu_measures_both_paths_and_decoding(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    flags = ["--device", "cuda", "--repeats", "1", "--json", str(file)]
+    flags += ["--bytes", "64MiB", "--segments", "4KiB,4MiB"]
+    result = CliRunner().invoke(coldpage, ["bench", "migrate", *flags])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["device"] for row in rows} == {"cuda:0"}
+    paths = [row["config"].rpartition(", ")[2] for row in rows[:6]]
+    assert paths == 3 * ["kernel"] + 3 * ["driver"]
+    beside = [row for row in rows if row["name"] == "decode beside moves"]
+    assert len(beside) == 6
+    assert all(row["notes"]["moved_gb_per_s"] > 0.0 for row in beside)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("command", "flags", "num_rows"),
+    [
+        ("disk", ("--bytes", "16MiB", "--blocks", "64KiB,2MiB"), 8),
+        ("resume", ("--model", "tiny", "--tokens", "2048"), 2),
+        ("manager", ("--pages", "64", "--sequences", "4", "--context", "64"), 4),
+    ],
+)
+def test_the_others_on_a_gpu(
+    tmp_path: Path, command: str, flags: tuple[str, ...], num_rows: int
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    where = ("--directory", str(tmp_path)) if command == "disk" else ()
+    common = ("--device", "cuda", "--repeats", "1", "--json", str(file))
+    result = CliRunner().invoke(coldpage, ["bench", command, *common, *flags, *where])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == num_rows
+    assert all(min(*row["ours_ms"], *row["rival_ms"]) > 0.0 for row in rows)

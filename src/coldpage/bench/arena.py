@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from coldpage.bench.rows import timed_ms
 from coldpage.device.base import Device, Memory, MemoryKind, Stream
+from coldpage.errors import DeviceError
 from coldpage.types import MemAddress
 
-__all__ = ["Arena", "Direction", "default_bytes", "is_gpu", "wait_until_ready"]
+__all__ = ["Arena", "Direction", "default_bytes", "is_gpu", "prepared"]
 
 Direction = str  # "down": hot -> host; "up": host -> hot; "both": at once
 
@@ -30,14 +32,28 @@ def default_bytes(device: Device) -> int:
     return 1 << 30 if is_gpu(device) else 64 << 20
 
 
-def wait_until_ready(device: Device, memory: Memory) -> None:
-    """Block until all of it is ready: large memory that is page-locked gets so in the background.
-    Raises DeviceError when that failed, TimeoutError when it takes too long.
+@contextlib.contextmanager
+def prepared(device: Device) -> Iterator[None]:
+    """Everything that is allocated in the block is ready at its end: what is page-locked gets so in
+    the background, and that is not what is measured. Raises DeviceError when it failed or takes too
+    long.
     """
+    memories: list[Memory] = []
+    allocate = device.allocate
+
+    def noted(num_bytes: int, kind: MemoryKind, *, is_growable: bool = False) -> Memory:
+        memories.append(allocate(num_bytes, kind, is_growable=is_growable))
+        return memories[-1]
+
+    device.allocate = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del device.allocate
     deadline_s = time.monotonic() + _PATIENCE_S
-    while memory.num_ready_bytes < memory.num_bytes:
+    while any(memory.num_ready_bytes < memory.num_bytes for memory in memories):
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{memory.num_bytes:,} bytes are not ready yet")
+            raise DeviceError(f"page-locked memory is not ready after {_PATIENCE_S:.0f} s")
         device.poll()
         device.wait_for_progress(0.05)
 
@@ -50,9 +66,9 @@ class Arena:
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device = device
         self.num_bytes = num_bytes
-        self.hot = device.allocate(2 * num_bytes + _SLACK_BYTES, MemoryKind.DEVICE)
-        self.cold = device.allocate(2 * num_bytes + _SLACK_BYTES, MemoryKind.PINNED)
-        wait_until_ready(device, self.cold)
+        with prepared(device):
+            self.hot = device.allocate(2 * num_bytes + _SLACK_BYTES, MemoryKind.DEVICE)
+            self.cold = device.allocate(2 * num_bytes + _SLACK_BYTES, MemoryKind.PINNED)
         self.offload_stream = device.create_stream("offload")
         self.onboard_stream = device.create_stream("onboard")
         self.cold.array[:] = 1  # memory that was never written is not there yet

@@ -15,12 +15,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from coldpage.bench.arena import is_gpu, wait_until_ready
+from coldpage.bench.arena import is_gpu, prepared
 from coldpage.bench.kv import TOKENS_PER_BLOCK, Geometry, evict_all, make_manager, write_cache
-from coldpage.bench.rows import Row, median, size_name, timed_ms
+from coldpage.bench.rows import Row, median, quiet_progress, size_name, timed_ms
 from coldpage.config import DiskTierConfig
 from coldpage.device.base import Device, IoJob, Memory, MemoryKind
 from coldpage.device.file import BlockFile
@@ -74,10 +73,10 @@ def run_disk(device: Device, options: DiskOptions, console: Console) -> list[Row
                 f"than the {size_name(num_bytes)} that move: use multiples of 4 KiB up to that"
             )
     rows = []
-    with Progress(console=console, transient=True) as progress:
+    with quiet_progress(console) as progress:
         task = progress.add_task("", total=len(options.block_bytes))
-        memory = device.allocate(num_bytes, MemoryKind.PINNED)
-        wait_until_ready(device, memory)
+        with prepared(device):
+            memory = device.allocate(num_bytes, MemoryKind.PINNED)
         for size in options.block_bytes:
             progress.update(task, description=f"blocks of {size_name(size)}")
             with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory:

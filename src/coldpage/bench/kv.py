@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from coldpage.bench.arena import prepared
 from coldpage.codecs import ColdPageCodec
 from coldpage.config import (
     AttentionLayerConfig,
@@ -63,7 +64,9 @@ def make_manager(
     device: Device | None = None,
     codec: ColdPageCodec | None = None,
 ) -> KVCacheManager:
-    """A manager of full attention layers, whose hot level holds that many blocks."""
+    """A manager of full attention layers, whose hot level holds that many blocks; all its memory is
+    ready.
+    """
     layers = tuple(
         AttentionLayerConfig(
             LayerId(i), tuple(BufferConfig(role, geometry.buffer_bytes) for role in _ROLES)
@@ -72,7 +75,10 @@ def make_manager(
     )
     hot = DeviceTierConfig(num_hot_blocks * geometry.block_bytes)
     config = KVCacheManagerConfig(TOKENS_PER_BLOCK, (hot, *cold_tiers), layers, 1.0)
-    return KVCacheManager(config, device=device, codec=codec)
+    if device is None:
+        return KVCacheManager(config, codec=codec)
+    with prepared(device):
+        return KVCacheManager(config, device=device, codec=codec)
 
 
 def tokens_of(num_tokens: int, seed: int) -> Int32Array:

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Final
 
 from rich.console import Console
-from rich.progress import Progress
 
 from coldpage.bench.arena import is_gpu
 from coldpage.bench.kv import (
@@ -23,7 +22,7 @@ from coldpage.bench.kv import (
     tokens_of,
     write_cache,
 )
-from coldpage.bench.rows import Row, median, table_of
+from coldpage.bench.rows import Row, median, quiet_progress, table_of
 from coldpage.config import HostTierConfig
 from coldpage.device.base import Device
 from coldpage.manager import KVCacheManager
@@ -55,7 +54,7 @@ def run_manager(device: Device, options: ManagerOptions, console: Console) -> li
     the memory.
     """
     geometry = options.geometry or (LLAMA_8B if is_gpu(device) else _TINY)
-    with Progress(console=console, transient=True) as progress:
+    with quiet_progress(console) as progress:
         task = progress.add_task("suspend and resume", total=2)
         limit = _LIMIT_US_A_PAGE
         rows = suspend_resume_rows(device, geometry, options.num_pages, options.num_repeats, limit)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from coldpage.bench.arena import Arena, Direction, default_bytes, is_gpu
 from coldpage.bench.page_moves import MovePath, PageMoves
-from coldpage.bench.rows import Row, median, size_name
+from coldpage.bench.rows import Row, median, quiet_progress, size_name
 from coldpage.device.base import Device
 from coldpage.errors import ConfigurationError
 
@@ -91,7 +90,7 @@ def run_migrate(device: Device, options: MigrateOptions, console: Console) -> li
         raise ConfigurationError(
             f"a page of {size_name(largest)} does not fit {size_name(num_bytes)}: move more bytes"
         )
-    with Progress(console=console, transient=True) as progress:
+    with quiet_progress(console) as progress:
         task = progress.add_task("preparing memory", total=len(options.segments) + 1)
         arena = Arena(device, num_bytes)
         progress.advance(task)
@@ -257,7 +256,7 @@ def _beside_decoding(arena: Arena, options: MigrateOptions, console: Console) ->
 
     cases = list(_decode_cases(options))
     rows = []
-    with Progress(console=console, transient=True) as progress:
+    with quiet_progress(console) as progress:
         task = progress.add_task("decoding beside moves", total=len(cases))
         load = DecodeLoad(arena.device.name)
         for path, size in cases:

@@ -23,7 +23,7 @@ from coldpage.bench.kv import (
     make_manager,
     write_cache,
 )
-from coldpage.bench.rows import Row, median, size_name, table_of, timed_ms
+from coldpage.bench.rows import Row, median, quiet_progress, size_name, table_of, timed_ms
 from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
 from coldpage.config import HostTierConfig
 from coldpage.device.base import Device, Stream
@@ -109,7 +109,7 @@ def run_resume(device: Device, options: ResumeOptions, console: Console) -> list
     codec = create_default_cold_page_codec(device.max_page_kernel_bytes)
     watch = _Watch(codec)
     host = HostTierConfig((num_blocks + 2 * _SPARE_BLOCKS) * geometry.block_bytes)
-    with Progress(console=console, transient=True) as progress:
+    with quiet_progress(console) as progress:
         task = progress.add_task("preparing memory", total=2 + options.num_repeats)
         arena = Arena(device, min(num_bytes, _MAX_LIMIT_BYTES))
         num_hot = num_blocks + _SPARE_BLOCKS

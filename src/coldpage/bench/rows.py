@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 __all__ = [
     "Row",
     "append_rows",
     "median",
+    "quiet_progress",
     "size_name",
     "spread",
     "table_of",
@@ -76,6 +79,11 @@ def size_name(num_bytes: int) -> str:
     if num_bytes >= 1 << 20:
         return f"{num_bytes / (1 << 20):,.4g} MiB"
     return f"{num_bytes / (1 << 10):.4g} KiB"
+
+
+def quiet_progress(console: Console) -> Progress:
+    """A bar that is gone at the end, and drawn rarely: drawing takes time from what is measured."""
+    return Progress(console=console, transient=True, refresh_per_second=1)
 
 
 def table_of(title: str, rows: Sequence[Row]) -> Table:
