@@ -9,7 +9,7 @@ import torch
 
 from coldpage.bench.arena import is_gpu
 from coldpage.bench.kv import LLAMA_8B, SMOLLM2_135M, TINY_LLAMA, Geometry, tokens_of
-from coldpage.device.base import Device
+from coldpage.device.base import Device, Stream
 from coldpage.engine.planning import prefill_chunk
 from coldpage.engine.random_model import EIGHT_BILLION, SMALL, ModelGeometry, random_model
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
@@ -66,11 +66,15 @@ class Prefill:
             start = chunk.stop
         return kv_cache
 
-    def next_logits(self, kv_cache: KVCache) -> torch.Tensor:
-        """Of one more token, which is not kept: the cache's history stays as it is."""
+    def next_logits(self, kv_cache: KVCache, stream: Stream | None = None) -> torch.Tensor:
+        """Of one more token, which is not kept: the cache's history stays as it is. ``stream`` is
+        the one that the cache was resumed with.
+        """
         position = kv_cache.history_length
         assert kv_cache.resize(position + 1), "the hot level has room for one token more"
         kv_cache.synchronize()
+        if stream is not None:
+            stream.synchronize()  # the model computes on another
         return self._run(kv_cache, position, np.zeros(1, np.int32))
 
     def _run(self, kv_cache: KVCache, start: int, tokens: Int32Array) -> torch.Tensor:

@@ -209,7 +209,7 @@ class _Session:
         """The next token is what it was."""
         if self._prefill is None:
             return
-        logits = self._prefill.next_logits(kv_cache)
+        logits = self._prefill.next_logits(kv_cache, self._stream)
         if not bool((logits == self._logits).all()):
             raise DeviceError("the resumed session gives other logits than before it left")
 
