@@ -51,7 +51,7 @@ SETUPS = {
     ),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
     "cold on the device": Setup(
-        "mixed-sizes", 2, 8, 6, 24, is_ring_tiny=True, gpu_blocks=6, copies_behind=True
+        "mixed-sizes", 2, 8, 6, 24, is_ring_tiny=True, gpu_blocks=6, gpu_place=1
     ),
     "cold on the device, a codec each": Setup(
         "mixed",
@@ -60,7 +60,6 @@ SETUPS = {
         6,
         24,
         codec="position",
-        disk_codec="padding",
         gpu_blocks=6,
         gpu_codec="padding",
         gpu_place=1,

@@ -27,6 +27,14 @@ TRANSCODED = tuple(
     f"{path} (transcoded)"
     for path in ("host-disk", "disk-host", "host-host2", "host2-host", "host2-disk", "disk-host2")
 )
+DEVICE_PATHS = (
+    *("hot-gpu", "gpu-hot", "gpu-gpu"),
+    *(
+        f"{path}{form}"
+        for path in ("gpu-host", "host-gpu", "gpu-disk", "disk-gpu")
+        for form in ("", " (transcoded)")
+    ),
+)
 OPERATIONS = (
     "ask ready",
     "close",
@@ -92,10 +100,12 @@ def _check(report: Report, num_operations: int, scale: float = 1.0) -> None:
     for path in ("host-disk", "disk-host"):  # in both forms
         for name in (path, f"{path} (transcoded)"):
             assert report.paths[name] >= 1000 * scale, f"{report.paths[name]} pages went {name}"
-    assert all(report.paths[path] for path in TRANSCODED)
+    assert [path for path in (*TRANSCODED, *DEVICE_PATHS) if not report.paths[path]] == []
     assert [name for name in OUTCOMES if not report.details[name]] == []
     assert [name for name in TOTALS if not report.totals[name]] == []
-    assert set(report.paths) <= {*PATHS, *TRANSCODED}, "a path that nobody has thought of"
+    assert set(report.paths) <= {*PATHS, *TRANSCODED, *DEVICE_PATHS}, (
+        "a path that nobody has thought of"
+    )
 
 
 @pytest.mark.timeout(600)  # some forty seconds where nothing else runs
