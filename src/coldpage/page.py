@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.types import HOT_LEVEL, NO_PAGE, Int32Array, PageStatus, Priority
+from coldpage.types import HOT_LEVEL, NO_PAGE, NO_SLOT, Int32Array, PageStatus, Priority
 
 __all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "RETAINED_PRIORITY", "PageTable"]
 
@@ -71,6 +71,7 @@ class PageTable:
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.zeros(_INITIAL_ROWS, dtype))
         self.slot: Int32Array = np.zeros((num_levels, _INITIAL_ROWS), np.int32)
+        self.slot[HOT_LEVEL, NO_PAGE] = NO_SLOT
         self._free: list[int] = []
         self._next_row = int(NO_PAGE) + 1
         self.clock = 0
@@ -158,6 +159,7 @@ class PageTable:
         """Assert that no row is free twice and that free rows are blank."""
         free = np.array(self._free, np.int32)
         assert np.unique(free).size == free.size, "a page was destroyed twice"
+        assert self.slot[HOT_LEVEL, NO_PAGE] == NO_SLOT, "what is no page has got a slot"
         for name in _COLUMNS:
             if name != "version":
                 assert not getattr(self, name)[free].any(), f"a free row has a {name}"

@@ -128,7 +128,9 @@ class KVCache:
         self._check_open()
         table = self._storage.table
         pages = self._table.pages[layer_group_id]
-        slots = table.slot[HOT_LEVEL, pages]
+        slots: Int32Array = table.slot[HOT_LEVEL].take(pages)
+        if self._is_ready and self._status is KVCacheStatus.ACTIVE:
+            return slots  # asked in every step: all pages are hot, and NO_PAGE has NO_SLOT
         return np.where((table.present[pages] & HOT_BIT) != 0, slots, np.int32(NO_SLOT))
 
     def blobs_on_disk(self) -> list[DiskBlob]:
