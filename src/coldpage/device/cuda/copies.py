@@ -55,7 +55,7 @@ KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
 
 
 def kernel_share(segment_bytes: int, *, is_upload: bool) -> KernelShare:
-    """The best found for segments of that size. Pure."""
+    """The best found for pages whose smallest part has that size. Pure."""
     for max_bytes, upload, download in _SHARES:
         if segment_bytes <= max_bytes:
             return upload if is_upload else download

@@ -35,6 +35,10 @@ _PROGRESS_INTERVAL_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
 
+# Memories with pieces registered. They stay while somebody forgets to free them: pages that the
+# driver has locked must not go to the next who asks the kernel for memory.
+_locked: set[PinnedMemory] = set()
+
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
@@ -263,11 +267,13 @@ class Registrar:
         """Lock the first piece of a memory now, and the others in the background."""
         self.register_next(memory)
         self._memories.append(memory)
+        _locked.add(memory)
         self.enqueue(memory)
 
     def remove(self, memory: PinnedMemory) -> None:
         """The memory is about to be freed, and has no piece any more."""
         self._memories.remove(memory)
+        _locked.discard(memory)
 
     def paused(self) -> threading.Lock:
         """A context in which no piece is being registered. Waits for the one in progress."""

@@ -95,7 +95,7 @@ class CudaStream(Stream):
 
     def _copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
         is_upload = self._runtime.registrar.is_pinned(MemAddress(int(parts.src_base[0])))
-        share = kernel_share(int(parts.num_bytes.max()), is_upload=is_upload)
+        share = kernel_share(int(parts.num_bytes.min()), is_upload=is_upload)
         host = pairs.host
         if host is None:
             share = KernelShare(max(share.num_programs, 1), 1.0)
