@@ -184,7 +184,7 @@ def _attend_decode(
     if plan.live is not None:
         first, stop = plan.live
         keys, values = gathered[:, None, first:stop].transpose(2, 3)
-        return layer.dense(grouped, keys, values, scale=scaling)[0].view(1, num_heads, head_dim)
+        return layer.dense(grouped, keys, values, scale=scaling)[0].reshape(1, num_heads, head_dim)
     gathered.index_fill_(1, plan.dead, 0.0)
     keys, values = gathered.view(
         2, plan.num_segments, plan.segment_tokens, kv_heads, head_dim
