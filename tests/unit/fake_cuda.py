@@ -139,6 +139,9 @@ class FakeCuda:
     def _do_cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int) -> None:
         self.registered[address] = num_bytes
 
+    def _do_cuLaunchHostFunc(self, stream: int, function: Any, number: int) -> None:
+        function(number)
+
     def _do_cuMemHostUnregister(self, address: int) -> None:
         del self.registered[address]
 

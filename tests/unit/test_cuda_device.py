@@ -135,6 +135,22 @@ def test_a_refused_copy_names_the_drivers_error(device: CudaDevice, library: Fak
     stream.copy(_array(1000), _array(5000), _array(16))
 
 
+def test_copies_between_places_of_the_host_do_not_go_to_the_driver(
+    device: CudaDevice, library: FakeCuda
+) -> None:
+    """It would hold the caller until it is their turn."""
+    one, two = (device.allocate(8192, MemoryKind.PINNED) for _ in range(2))
+    one.array[:], two.array[:] = 1, 2
+    stream = device.create_stream("copies")
+    stream.copy(
+        _array(two.address + 5, 1 << 50), _array(one.address + 9, one.address), _array(100, 32)
+    )
+    assert two.array.tolist() == [2] * 5 + [1] * 100 + [2] * (8192 - 105)
+    assert library.calls["cuLaunchHostFunc"] == 1
+    (arguments,) = library.arguments["cuMemcpyBatchAsync"]
+    assert arguments[3] == 1
+
+
 # Every code is checked
 
 

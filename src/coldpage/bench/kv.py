@@ -100,7 +100,10 @@ def evict_all(manager: KVCacheManager) -> None:
     """Send everything hot and suspended to the colder levels, and wait until it is there."""
     filler = manager.create_kv_cache()
     assert filler.resume()
-    assert filler.resize(manager.num_hot_blocks * manager.tokens_per_block)
+    # A disk may need longer than the manager waits at a time.
+    while not filler.resize(manager.num_hot_blocks * manager.tokens_per_block):
+        manager.wait_for_progress(0.05)
+        manager.poll()
     filler.close()
     manager.finish_transfers()
     manager.poll()

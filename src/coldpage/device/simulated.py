@@ -138,7 +138,8 @@ class SimulatedDevice(Device):
 
     With ``hides_memory`` the host can not reach device memory, as it is with a GPU; a test that
     must look into it asks ``reveal``. With ``prepares_in_background`` no byte of pinned memory is
-    ready before ``prepare`` makes it so.
+    ready before ``prepare`` makes it so, which each wait for progress does to
+    ``prepared_bytes_a_wait``.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class SimulatedDevice(Device):
         self.name = "simulated"
         self.hides_memory = hides_memory
         self.prepares_in_background = prepares_in_background
+        self.prepared_bytes_a_wait = 0
         self.faults = faults if faults is not None else SimulatedFaults()
         self._history = AccessHistory(raise_on_violation=raise_on_violation)
         self._world = World(seed, self.faults, self._history)
@@ -247,6 +249,7 @@ class SimulatedDevice(Device):
 
     def wait_for_progress(self, timeout_s: float) -> None:
         """Run one to a few queued operations. Never sleeps: time is what the scheduler does."""
+        self.prepare(self.prepared_bytes_a_wait)
         self.step(self._world.schedule.randint(1, _MAX_STEPS_PER_WAIT))
 
     def step(self, num_ops: int = 1) -> int:

@@ -20,8 +20,8 @@ import triton.language as tl
 
 __all__ = ["PagePart", "copy_part", "copy_part_reference"]
 
-# A tile: 512 threads with four vectors of 16 bytes each in flight.
-_TILE_BYTES: Final = 32 * 1024
+# A tile: 512 threads with eight vectors of 16 bytes each in flight.
+_TILE_BYTES: Final = 64 * 1024
 _NUM_WARPS: Final = 16
 _VECTOR_BYTES: Final = 16
 _UNIT_OF: Final[dict[int, tuple[Any, int]]] = {  # by alignment: the unit, and units of a vector

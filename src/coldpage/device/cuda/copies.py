@@ -43,14 +43,12 @@ class KernelShare:
 
 
 # Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
-# docs/PERFORMANCE.md. More programs move no more; both directions at once go best with twice as
-# many for uploads.
+# docs/PERFORMANCE.md. More programs move no more, and take from decoding what they occupy.
 _SHARES: Final = (
-    (48 * 1024, KernelShare(32, 1.0), KernelShare(16, 1.0)),
-    (96 * 1024, KernelShare(4, 0.5), KernelShare(8, 0.65)),
-    (192 * 1024, KernelShare(0, 0.0), KernelShare(4, 0.65)),
+    (48 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
+    (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
+    (192 * 1024, KernelShare(0, 0.0), KernelShare(2, 0.65)),
 )
-_FORCED: Final = (KernelShare(32, 1.0), KernelShare(16, 1.0))
 KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
 
 
@@ -59,7 +57,8 @@ def kernel_share(segment_bytes: int, *, is_upload: bool) -> KernelShare:
     for max_bytes, upload, download in _SHARES:
         if segment_bytes <= max_bytes:
             return upload if is_upload else download
-    return _FORCED[0] if is_upload else _FORCED[1]  # whoever asks for pages this way wants it so
+    # Whoever asks for larger pages this way wants the kernel.
+    return _SHARES[0][1] if is_upload else _SHARES[0][2]
 
 
 def split_at(copies: CopyList, boundaries: Int64Array) -> CopyList:

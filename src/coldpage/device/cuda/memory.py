@@ -259,9 +259,16 @@ class Registrar:
         """Addresses that no copy of the driver may reach across, sorted."""
         return np.array(sorted(b for m in self._memories for b in m.boundaries), np.int64)
 
+    def are_pinned(self, addresses: Int64Array) -> npt.NDArray[np.bool_]:
+        """Which addresses lie in memories of this registrar."""
+        found = np.zeros(addresses.shape, np.bool_)
+        for memory in self._memories:
+            found |= (addresses >= memory.address) & (addresses < memory.address + memory.max_bytes)
+        return found
+
     def is_pinned(self, address: MemAddress) -> bool:
         """Whether the address lies in a memory of this registrar."""
-        return any(m.address <= address < m.address + m.max_bytes for m in self._memories)
+        return bool(self.are_pinned(np.array([address], np.int64))[0])
 
     def add(self, memory: PinnedMemory) -> None:
         """Lock the first piece of a memory now, and the others in the background."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import Accesses, Event, PageParts, Stream
-from coldpage.device.copies import CopyList, merge_copies, page_copies
+from coldpage.device.copies import CopyList, merge_copies, page_copies, run_copies
 from coldpage.device.cuda.copies import KernelShare, kernel_share, split_at, submit_copies
 from coldpage.device.cuda.driver import DriverError, HostFunction
 from coldpage.device.cuda.events import CudaEvent, HostWork, Timeline
@@ -69,9 +69,17 @@ class CudaStream(Stream):
         self._host_work = (host_work,)
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
-        """Enqueue the copies, in batches of the driver."""
+        """Enqueue the copies, in batches of the driver; those between two places of the host as a
+        host function, since the driver would make the caller wait for their turn.
+        """
         assert dst.shape == src.shape == num_bytes.shape, "three [num_copies] arrays"
         self._check()
+        registrar = self._runtime.registrar
+        is_on_host = registrar.are_pinned(dst) & registrar.are_pinned(src)
+        if is_on_host.any():
+            kept = dst[is_on_host], src[is_on_host], num_bytes[is_on_host]
+            self.launch(lambda: run_copies(kept), reads=(), writes=())
+            dst, src, num_bytes = (column[~is_on_host] for column in (dst, src, num_bytes))
         if dst.size:
             copies = dst, src, num_bytes
             self._submit("a copy", lambda: self._submit_copies(copies, self.handle))
