@@ -1,4 +1,4 @@
-"""What the command file does with the test runner's exit status."""
+"""What the command file does with an interpreter and the test runner's exit status."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import pytest
 from tests.tidy.tree import REPOSITORY
 
 
-@pytest.mark.parametrize(("status", "is_good"), [(0, True), (1, False), (5, True)])
-def test_nothing_to_run_is_no_failure(status: int, is_good: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["PY", "GPU_PYTHON"])
+@pytest.mark.parametrize("status", [0, 1, 5])
+def test_gpu_tests_run_by_the_interpreter_that_was_named(
+    variable: str, status: int, tmp_path: Path
+) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexit {status}\n")
+    python.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
     python.chmod(0o700)
     # The virtual environment counts as made, so that nothing is installed.
     made = subprocess.run(
-        ["make", "-s", "-o", ".venv/.coldpage-dev", "VENV=.venv", f"PY={python}", "test-gpu"],
+        ["make", "-s", "-o", ".venv/.coldpage-dev", "VENV=.venv", f"{variable}={python}"]
+        + ["test-gpu"],
         env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
         cwd=REPOSITORY,
         capture_output=True,
@@ -26,5 +30,6 @@ def test_nothing_to_run_is_no_failure(status: int, is_good: bool, tmp_path: Path
         check=False,
         timeout=30,
     )
-    assert (made.returncode == 0) is is_good, made.stderr
-    assert ("no GPU tests yet" in made.stdout) is (status == 5)
+    assert "-m pytest -m gpu" in made.stdout
+    # That nothing was collected is a failure too: there are GPU tests.
+    assert (made.returncode == 0) is (status == 0), made.stderr
