@@ -23,7 +23,7 @@ from coldpage.config import (
 )
 from coldpage.device.base import Device, DeviceBytes, MemoryKind, Stream
 from coldpage.testing.memory_access import allocate_ready
-from coldpage.types import BufferRole, LayerGroupId, LayerId
+from coldpage.types import BufferRole, CacheLevel, LayerGroupId, LayerId
 from tests.gpu.page_rig import PATHS
 
 pytestmark = pytest.mark.gpu
@@ -205,6 +205,31 @@ def test_sessions_take_turns(
         for kv_cache in story.caches.values():
             kv_cache.close()
         manager.check_integrity()
+        copier.close()
+    device.close()
+
+
+def test_levels_grow_and_shrink_in_place(tmp_path: Path) -> None:
+    """Both in memory, at addresses that stay, past the blocks that device memory is made of."""
+    from coldpage.device.cuda import CudaDevice
+
+    device, buffer_bytes = CudaDevice(), 300_000
+    tiers = tuple(_tiers(("host", "disk"), buffer_bytes, tmp_path))
+    page = _page_bytes(buffer_bytes)
+    with KVCacheManager(_config(tiers, buffer_bytes), device=device) as manager:
+        copier = _Copier(manager, device, buffer_bytes)
+        story = _Story(manager, copier, buffer_bytes)
+        address = manager.hot_array(LayerId(0), _ROLES[0])
+        assert isinstance(address, DeviceBytes)
+        story.run()
+        for level, num_pages in ((0, 30), (1, 40), (0, 8), (1, 3), (0, 12), (1, 20)):
+            manager.resize(CacheLevel(level), num_pages * page)
+            now = manager.hot_array(LayerId(0), _ROLES[0])
+            assert isinstance(now, DeviceBytes)
+            assert now.address == address.address
+            for name in story.caches:
+                story.turn(name, 0)
+            manager.check_integrity()
         copier.close()
     device.close()
 
