@@ -16,13 +16,12 @@ from tests.tidy.tree import REPOSITORY
 def test_gpu_tests_run_by_the_interpreter_that_was_named(
     variable: str, status: int, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python"
+    target, python = "test-gpu", tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
     python.chmod(0o700)
     # The virtual environment counts as made, so that nothing is installed.
     made = subprocess.run(
-        ["make", "-s", "-o", ".venv/.coldpage-dev", "VENV=.venv", f"{variable}={python}"]
-        + ["test-gpu"],
+        ["make", "-s", "-o", ".venv/.coldpage-dev", "VENV=.venv", f"{variable}={python}", target],
         env={name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
         cwd=REPOSITORY,
         capture_output=True,
