@@ -55,7 +55,8 @@ class ReadyEvents:
 
 class SlotAllocator:
     """Free list and owners of ``num_slots`` slots, ``first_slot <= slot < first_slot + num_slots``.
-    A freed slot keeps its ready event for its next owner.
+    A freed slot keeps its ready event for its next owner. Only the first ``num_ready`` have memory
+    that can be used; the others are nobody's, and not free.
 
     ``page[slot]`` is the owner, NO_PAGE when free or quarantined. ``event[slot]`` is an id of
     ReadyEvents. Slots before ``first_slot`` are somebody else's.
@@ -64,6 +65,7 @@ class SlotAllocator:
     def __init__(self, num_slots: int, first_slot: int = 0) -> None:
         self.first_slot = first_slot
         self.num_slots = num_slots
+        self.num_ready = num_slots
         self.page: Int32Array = np.zeros(first_slot + num_slots, np.int32)
         self.event: Int64Array = np.zeros(first_slot + num_slots, np.int64)
         self.num_changes = 0  # grows with each allocation, free and quarantine
@@ -93,7 +95,7 @@ class SlotAllocator:
     @property
     def num_used(self) -> int:
         """Slots that a page owns."""
-        return self.num_slots - self._num_free - self.num_quarantined
+        return self.num_ready - self._num_free - self.num_quarantined
 
     @property
     def peak_used(self) -> int:
@@ -173,24 +175,40 @@ class SlotAllocator:
         assert bool((slots < limit).all()), "too few slots are free below the limit"
         return slots
 
-    def resize(self, num_slots: int) -> None:
-        """Have ``num_slots`` slots. Those cut off are free or quarantined; new ones are ready."""
+    def resize(self, num_slots: int, num_ready: int | None = None) -> None:
+        """Have ``num_slots`` slots, the first ``num_ready`` of them (None: all) ready. Those cut
+        off are free or quarantined; new ones wait for nothing.
+        """
         stop = self.first_slot + num_slots
         assert not self.page[stop:].any(), "a slot that is cut off has an owner"
-        old_stop = self.stop_slot
-        kept = self._free[: self._num_free]
-        fresh = np.arange(stop - 1, old_stop - 1, -1, dtype=np.int32)
-        # New slots at the bottom: what has been used before is warm.
-        free = np.concatenate([fresh, kept[kept < stop]])
-        self._quarantined = {slot for slot in self._quarantined if slot < stop}
+        self._set_ready(num_slots if num_ready is None else num_ready)
+        free = self._free[: self._num_free]
         self.num_slots = num_slots
         self.page = _sized(self.page, stop)
         self.event = _sized(self.event, stop)
         self._free = np.zeros(num_slots, np.int32)
         self._free[: free.size] = free
-        self._num_free = int(free.size)
-        self.num_changes += 1
         self.reset_peak()
+
+    def set_ready(self, num_ready: int) -> None:
+        """The first ``num_ready`` slots are ready now; those that are no longer have no owner."""
+        assert 0 <= num_ready <= self.num_slots, "more slots are ready than there are"
+        if num_ready != self.num_ready:
+            self._set_ready(num_ready)
+
+    def _set_ready(self, num_ready: int) -> None:
+        old, stop = self.first_slot + self.num_ready, self.first_slot + num_ready
+        assert not self.page[stop:].any(), "a slot that is not ready any more has an owner"
+        kept = self._free[: self._num_free]
+        fresh = np.arange(stop - 1, old - 1, -1, dtype=np.int32)
+        # New slots at the bottom: what has been used before is warm.
+        free = np.concatenate([fresh, kept[kept < stop]])
+        self._quarantined = {slot for slot in self._quarantined if slot < stop}
+        self._free = _sized(self._free, max(free.size, self.num_slots))
+        self._free[: free.size] = free
+        self._num_free = int(free.size)
+        self.num_ready = num_ready
+        self.num_changes += 1
 
     def check_integrity(self) -> None:
         """Assert that free, used and quarantined slots add up and that no free slot has
@@ -200,6 +218,9 @@ class SlotAllocator:
         assert np.unique(free).size == free.size, "a slot is on the free list twice"
         assert not self._quarantined.intersection(free.tolist()), "a quarantined slot is free"
         assert bool((free >= self.first_slot).all()), "a reserved slot is free"
+        num_places = self.first_slot + self.num_ready
+        assert bool((free < num_places).all()), "a slot that is not ready is free"
+        assert not self.page[num_places:].any(), "a slot that is not ready has an owner"
         assert not self.page[free].any(), "a free slot has an owner"
         assert int(np.count_nonzero(self.page)) == self.num_used, (
             "free + used + quarantined != total"

@@ -103,6 +103,11 @@ class StagingRing:
         self._cursor = 0
 
     @property
+    def num_ready_bytes(self) -> int:
+        """How much of it can be leased: the device may still prepare the rest."""
+        return self._memory.num_ready_bytes
+
+    @property
     def num_live(self) -> int:
         """Leases that are out."""
         return sum(r.is_live for r in self._ranges)
@@ -164,11 +169,15 @@ class StagingRing:
 
     def _find(self, least: int, alignment: int) -> tuple[int, int] | None:
         """The aligned start and the end of the first retired run that holds ``least`` bytes: from
-        the cursor to the physical end, then once more from the beginning.
+        the cursor to the physical end, then once more from the beginning. Memory that the device
+        has yet to prepare is none.
         """
+        stop = self.num_ready_bytes
+        ranges = [r for r in self._ranges if r.start < stop]
+        end = _Range(stop, stop, is_live=True)
         for lower in (self._cursor, 0):
             run_start: int | None = None
-            for r in [*self._ranges, _Range(self.num_bytes, self.num_bytes, is_live=True)]:
+            for r in [*ranges, end]:
                 if not r.is_live:
                     if run_start is None and r.stop > lower:
                         run_start = max(r.start, lower)

@@ -34,6 +34,8 @@ NUM_STREAMS = 3
 MAX_TRIES = 200
 # Operations between looks at what is large: the whole prefix tree, sequences nobody has touched.
 TREE_PERIOD = 8
+# What a device makes ready while somebody waits, where it does that late.
+BYTES_A_WAIT = 4096  # a sixteenth of the ring
 IDLE_PERIOD = 4
 
 Prefix = tuple[int, ...]
@@ -54,7 +56,8 @@ class CheckedManager:
         if setup.is_ring_tiny:
             self._patches.enter_context(small_index_chunks())
         self._directory = tempfile.TemporaryDirectory(prefix="coldpage-test-")
-        self.device: SimulatedDevice = simulated(seed)
+        self.device: SimulatedDevice = simulated(seed, is_prepared_late=setup.is_prepared_late)
+        self.device.prepared_bytes_a_wait = BYTES_A_WAIT
         self.manager: KVCacheManager = build_manager(
             setup, self.device, Path(self._directory.name) / "disk"
         )
@@ -197,6 +200,7 @@ class CheckedManager:
         while self.sequences:
             self.forget(self.sequences.pop())
         self.faults.is_io_held = False  # a test that failed may have left it so
+        self.device.prepare(self.device.num_unprepared_bytes)
         self.manager.finish_transfers()
         self.manager.poll()
         self.manager.finish_transfers()

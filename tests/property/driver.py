@@ -80,11 +80,17 @@ class Driver(CheckedManager):
         is_resumed = sequence.resume(stream)
         if not is_resumed and must_fit and not self._had_failures:
             self.operations["resume again"] += 1
-            self.manager.finish_transfers()
+            self._come_to_rest()
             is_resumed = sequence.resume(stream)
             assert is_resumed, "there is room, nothing is in motion, and it does not fit"
         self.operations["resume refused"] += not is_resumed
         self.check()
+
+    def _come_to_rest(self) -> None:
+        """Nothing is in flight, and all memory is ready."""
+        if self.device.prepare(self.device.num_unprepared_bytes):
+            self.manager.poll()
+        self.manager.finish_transfers()
 
     def _resume_limit(self) -> int:
         """A number of blocks that certainly fit the hot level at the utilization of a resume."""
@@ -124,7 +130,7 @@ class Driver(CheckedManager):
             is_done = False
         if not is_done and not self._had_failures and self._must_fit(sequence, capacity):
             self.operations["resize again"] += 1
-            self.manager.finish_transfers()
+            self._come_to_rest()
             is_done = cache.resize(capacity, history)
             assert is_done, "there is room, nothing is in motion, and it does not fit"
         if is_done:
@@ -377,6 +383,11 @@ class Driver(CheckedManager):
         if not self._had_failures:
             now = self.manager._storage.events.totals["lost_held_pages"]
             assert now == num_lost, "room was made at the cost of pages that sequences hold"
+        self.check()
+
+    def prepare(self, num_bytes: int) -> None:
+        self.operations["prepare"] += 1
+        self.device.prepare(num_bytes)
         self.check()
 
     def wait(self) -> None:

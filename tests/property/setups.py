@@ -143,6 +143,7 @@ class Setup:
     gpu_blocks: int = 0
     gpu_codec: str | None = None
     gpu_place: int = 0  # how many cold levels come before it
+    is_prepared_late: bool = False  # pinned memory gets ready bit by bit
     copies_behind: bool = False  # suspended pages are copied to a cold level in memory at once
 
     @property
@@ -296,10 +297,15 @@ def build_manager(setup: Setup, device: Device, directory: Path) -> KVCacheManag
         return KVCacheManager(setup.config(directory), device=device, codec=codec)
 
 
-def simulated(seed: int = 0) -> SimulatedDevice:
+def simulated(seed: int = 0, *, is_prepared_late: bool = False) -> SimulatedDevice:
     """A device whose waits inside ReadyEvents count as made by its callers, and whose hot level the
     host can not reach.
     """
-    device = SimulatedDevice(seed, arena_bytes=1 << 26, hides_memory=True)
+    device = SimulatedDevice(
+        seed,
+        arena_bytes=1 << 26,
+        hides_memory=True,
+        prepares_in_background=is_prepared_late,
+    )
     device.forwarding_files.add("slots.py")
     return device

@@ -44,6 +44,7 @@ setups = st.builds(
     gpu_codec=any_codec,
     gpu_place=st.integers(0, 3),
     copies_behind=st.booleans(),
+    is_prepared_late=st.booleans(),
 )
 tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS // 2)
 streams = st.integers(0, NUM_STREAMS - 1)
@@ -181,6 +182,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def wait(self) -> None:
         self.driver.wait()
+
+    @rule(num_bytes=st.integers(1, 2000))
+    def prepare(self, num_bytes: int) -> None:
+        self.driver.prepare(num_bytes)
 
     @rule(
         submission=st.sampled_from([0.0, 0.2]),

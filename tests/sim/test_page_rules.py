@@ -162,7 +162,7 @@ def test_the_spill_never_costs_a_page_that_a_sequence_holds(build: Build) -> Non
 def test_what_is_being_written_is_not_dropped_meanwhile(
     build: Build, monkeypatch: pytest.MonkeyPatch, codec: MakeCodec | None
 ) -> None:
-    monkeypatch.setattr(coldpage.storage.escalation, "_MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(coldpage.storage.escalation, "MAX_WAIT_S", 0.0)
     rig = build(hot=4, host=4, disk=2, disk_codec=codec)
     rig.close(suspended(rig, prompt(4, 1)))  # nobody's
     push_out(rig, 4)

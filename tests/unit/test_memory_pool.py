@@ -74,6 +74,22 @@ def test_a_view_of_hidden_memory_says_where_it_is() -> None:
     pool.close()
 
 
+def test_slots_get_ready_one_by_one() -> None:
+    device = SimulatedDevice(prepares_in_background=True)
+    pool = MemoryPool(device, 4, 100, MemoryKind.PINNED)
+    assert MemoryPool(device, 4, 100, MemoryKind.DEVICE).num_ready_slots == 4
+    seen = []
+    for _ in range(5):
+        seen.append(pool.num_ready_slots)
+        device.prepare(90)
+    assert seen == [0, 0, 1, 2, 3]
+    pool.resize(2)
+    assert pool.num_ready_slots == 2
+    pool.resize(8)
+    assert (pool.num_ready_slots, device.prepare(10_000), pool.num_ready_slots) == (2, 600, 8)
+    pool.close()
+
+
 def test_a_pool_that_can_not_grow_stays_as_it_is(device: Device) -> None:
     pool = MemoryPool(device, 8, _SLOT, MemoryKind.DEVICE)
     pool.array[:] = 5

@@ -218,6 +218,37 @@ def test_a_slot_that_was_cut_off_comes_back_good_and_ready() -> None:
     assert slots.allocate(_pages(4, 5)).tolist() == [2, 3]
 
 
+def test_only_ready_slots_are_handed_out() -> None:
+    slots = SlotAllocator(6, first_slot=1)
+    slots.set_ready(2)
+    assert (slots.num_slots, slots.num_ready, slots.num_free, slots.num_used) == (6, 2, 2, 0)
+    with pytest.raises(AssertionError, match="3 slots wanted, 2 free"):
+        slots.allocate(_pages(1, 2, 3))
+    assert slots.allocate(_pages(1, 2)).tolist() == [1, 2]
+    changes, peak = slots.num_changes, slots.peak_used
+    slots.set_ready(2)
+    assert slots.num_changes == changes, "nothing has changed"
+    slots.set_ready(5)
+    assert (slots.num_free, slots.num_used, slots.peak_used) == (3, 2, peak)
+    slots.free(np.array([1], np.int32))
+    assert slots.allocate(_pages(3, 4)).tolist() == [1, 3], "what has been used before is warm"
+    slots.check_integrity()
+    slots.resize(9, 6)
+    assert (slots.num_slots, slots.num_ready, slots.num_free, slots.num_used) == (9, 6, 3, 3)
+    slots.resize(4, 4)
+    assert (slots.num_slots, slots.num_ready, slots.num_free) == (4, 4, 1)
+    slots.check_integrity()
+
+
+def test_a_slot_in_use_stays_ready() -> None:
+    slots = SlotAllocator(4)
+    slots.allocate(_pages(1, 2))
+    with pytest.raises(AssertionError, match="not ready any more has an owner"):
+        slots.set_ready(1)
+    with pytest.raises(AssertionError, match="more slots are ready than there are"):
+        slots.set_ready(5)
+
+
 def test_a_resize_starts_a_new_peak_and_keeps_what_was_dropped() -> None:
     slots = SlotAllocator(4)
     assert slots.num_dropped == 0
@@ -238,12 +269,21 @@ def test_a_resize_starts_a_new_peak_and_keeps_what_was_dropped() -> None:
         ("owner of a reserved slot", r"free \+ used \+ quarantined != total"),
         ("free and out of use", "a quarantined slot is free"),
         ("free and reserved", "a reserved slot is free"),
+        ("free and not ready", "a slot that is not ready is free"),
+        ("owner of one that is not ready", "a slot that is not ready has an owner"),
     ],
 )
 def test_damage_is_noticed(damage: str, sentence: str) -> None:
     slots = SlotAllocator(4, first_slot=2)
     got = slots.allocate(_pages(1, 2))
-    if damage == "twice on the list":
+    if "not ready" in damage:
+        slots.set_ready(3)
+        slots.page[5] = 9
+    if damage == "free and not ready":
+        slots.free(np.array([5], np.int32))
+    elif damage == "owner of one that is not ready":
+        pass
+    elif damage == "twice on the list":
         slots.free(np.concatenate([got[:1], got[:1]]))
     elif damage == "owner of a free slot":
         slots.page[5] = 9

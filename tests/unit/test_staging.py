@@ -404,6 +404,27 @@ def test_an_owner_that_failed_to_wait_does_not_cost_the_ring_its_bytes() -> None
     device.close()
 
 
+def test_only_what_the_device_has_prepared_is_leased() -> None:
+    device = SimulatedDevice(prepares_in_background=True)
+    ring = StagingRing(device, 1000, MemoryKind.PINNED)
+    assert ring.acquire(1, 1000, 1, 1, None) is None
+    device.prepare(300)
+    assert ring.num_ready_bytes == 300
+    assert ring.acquire(301, 1000, 1, 1, None) is None
+    first = _take(ring, 200)
+    second = ring.acquire(1, 1000, 1, 1, None)
+    assert second is not None
+    assert (_offset(ring, second), second.num_bytes) == (200, 100)
+    device.prepare(700)
+    third = ring.acquire(1, 1000, 1, 1, None)
+    assert third is not None
+    assert (_offset(ring, third), third.num_bytes) == (300, 700)
+    for lease in (first, second, third):
+        lease.release()
+    ring.check_integrity()
+    ring.close()
+
+
 def test_closing_with_a_lease_out_is_a_bug(device: SimulatedDevice) -> None:
     ring = StagingRing(device, 64, MemoryKind.PINNED)
     buffer = _take(ring, 8)

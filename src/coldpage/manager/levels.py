@@ -93,19 +93,14 @@ class LevelBuilder:
     def _build(self) -> Storage:
         self._build_hot()
         self._codecs.configure(self.describe_hot())
+        ring = self._build_ring()  # before large pools: a device may prepare memory in this order
         for index, tier in enumerate(self._config.cache_tiers[1:], start=1):
             codec = self._codecs.of_tier(index)
             if isinstance(tier, DiskTierConfig):
                 self._build_disk(CacheLevel(index), tier, codec)
             else:
                 self._build_memory(CacheLevel(index), tier, codec)
-        ring = None
-        codecs = self._codecs.all
-        if any(level.is_disk for level in self._levels):
-            largest = max(codec.max_cold_page_bytes for codec in codecs)
-            ring = StagingRing(self._device, page_ring_bytes(largest), MemoryKind.PINNED)
-            self._resources.callback(ring.close)
-        calls = CodecCalls(self._device, codecs)
+        calls = CodecCalls(self._device, self._codecs.all)
         self._resources.callback(calls.close)
         # Streams come last, after all that can fail: a stream ends with its device only.
         table, events = PageTable(len(self._levels)), StorageEvents(self._names)
@@ -129,6 +124,14 @@ class LevelBuilder:
             is_write_behind=any(tier.write_behind for tier in disks),
             copy_level=self._copy_level(),
         )
+
+    def _build_ring(self) -> StagingRing | None:
+        if not any(isinstance(tier, DiskTierConfig) for tier in self._config.cache_tiers):
+            return None
+        largest = max(codec.max_cold_page_bytes for codec in self._codecs.all)
+        ring = StagingRing(self._device, page_ring_bytes(largest), MemoryKind.PINNED)
+        self._resources.callback(ring.close)
+        return ring
 
     def _copy_level(self) -> CacheLevel | None:
         """The first cold level in memory, if it is to have copies of what is suspended."""

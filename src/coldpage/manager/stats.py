@@ -20,6 +20,7 @@ class PoolGroupStats:
     life_cycles: tuple[LifeCycleId, ...]
     slot_bytes: int
     total_slots: int
+    ready_slots: int  # fewer than in total while the device prepares the memory
     used_slots: int
     peak_used_slots: int  # since the last ``take_peak_stats`` of the level
     quarantined_slots: int
@@ -36,6 +37,7 @@ class LevelStats:
     total_bytes: int
     used_bytes: int
     total_slots: int
+    ready_slots: int  # fewer than in total while the device prepares the memory
     used_slots: int
     quarantined_slots: int
     dropped_pages: int
@@ -68,6 +70,7 @@ def group_stats(level: LevelPools, layout: HotLayout) -> tuple[PoolGroupStats, .
             lives_in(group),
             group.slot_bytes,
             group.slots.num_slots,
+            group.slots.num_ready,
             group.slots.num_used,
             group.slots.peak_used,
             group.slots.num_quarantined,
@@ -87,6 +90,7 @@ def level_stats(level: LevelPools, layout: HotLayout, tokens_per_block: int) -> 
         sum(g.total_slots * g.slot_bytes for g in groups),
         sum(g.used_slots * g.slot_bytes for g in groups),
         sum(g.total_slots for g in groups),
+        sum(g.ready_slots for g in groups),
         sum(g.used_slots for g in groups),
         sum(g.quarantined_slots for g in groups),
         sum(g.dropped_pages for g in groups),

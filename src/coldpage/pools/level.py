@@ -65,6 +65,7 @@ class PoolGroup:
         self.slots = slots
         self.num_block_pages = num_block_pages
         self._pools = pools
+        self.take_ready()
 
     @property
     def memory(self) -> tuple[MemoryPool, ...]:
@@ -107,7 +108,17 @@ class PoolGroup:
             self._pools.resize(num_places)
         else:
             self._resize_memory(self._pools, num_places)
-        self.slots.resize(num_slots)
+        self.slots.resize(num_slots, self._num_ready(num_slots))
+
+    def take_ready(self) -> None:
+        """Use what the device has prepared of the pools' memory since the last call."""
+        self.slots.set_ready(self._num_ready(self.slots.num_slots))
+
+    def _num_ready(self, num_slots: int) -> int:
+        if isinstance(self._pools, SlotFile) or not self._pools:
+            return num_slots
+        num_places = min(pool.num_ready_slots for pool in self._pools)
+        return max(0, min(num_slots, num_places - self.slots.first_slot))
 
     def _resize_memory(self, pools: tuple[MemoryPool, ...], num_places: int) -> None:
         old = self.slots.stop_slot
@@ -147,6 +158,11 @@ class LevelPools:
         self._codec = codec
         self._disk = disk
         self._index_of = np.array(pool_group_of, np.int16)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all slots are ready to be used, so that nothing is being prepared."""
+        return all(group.slots.num_ready == group.slots.num_slots for group in self.groups)
 
     @property
     def codec(self) -> ConfiguredCodec:

@@ -31,6 +31,11 @@ class MemoryPool:
         """How many slots ``resize`` can give."""
         return self._memory.max_bytes // self.slot_bytes
 
+    @property
+    def num_ready_slots(self) -> int:
+        """How many of the first slots can be used now; the device prepares the others."""
+        return min(self.num_slots, self._memory.num_ready_bytes // self.slot_bytes)
+
     def resize(self, num_slots: int) -> None:
         """Have ``num_slots`` slots; those that stay keep their bytes.
 

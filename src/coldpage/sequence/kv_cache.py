@@ -283,7 +283,7 @@ class KVCache:
         """
         num_starved = 0
         while not self.is_ready():
-            is_starved = self._is_starved and not self._storage.num_in_flight
+            is_starved = self._is_starved and not self._storage.is_in_motion
             num_starved = num_starved + 1 if is_starved else 0
             if num_starved > _MAX_STARVED_LOOKS:
                 raise OutOfPagesError(

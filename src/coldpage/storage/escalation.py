@@ -21,9 +21,9 @@ from coldpage.migration import CodecMoves, DiskMoves
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.copies import NO_ROOM, PageCopies
-from coldpage.types import HOT_LEVEL, Int32Array
+from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array
 
-__all__ = ["Escalation", "Losable"]
+__all__ = ["MAX_WAIT_S", "Escalation", "Losable"]
 
 # The background spill keeps this fraction of a cold level in memory free or on disk too.
 _SPILL_CLEAN_FRACTION: Final = 0.25
@@ -32,7 +32,7 @@ _MAX_SPILL_PAGES: Final = 64
 
 
 # The owner's thread waits at most this long for writes in flight; then there is no room for now.
-_MAX_WAIT_S: Final = 1.0
+MAX_WAIT_S: Final = 1.0
 
 
 class Losable(enum.IntEnum):
@@ -66,6 +66,8 @@ class Escalation:
         self._memory_bits = np.uint8(sum(int(level.bit) for level in cold_memory))
         self.policy = policy
         self._drain = drain
+        # Whether there will soon be more room below a level.
+        self.is_preparing: Callable[[CacheLevel], bool] = lambda above: False
         # What the spill saw when it last looked at a level's pool group.
         self._spill_seen: dict[PoolGroup, tuple[int, int, int]] = {}
 
@@ -145,7 +147,7 @@ class Escalation:
         lost for it. What fits nowhere below stays until somebody asks for its slot.
         """
         for group in self._levels[HOT_LEVEL].groups:
-            shortage = int(fraction * group.slots.num_slots) - group.slots.num_free
+            shortage = int(fraction * group.slots.num_ready) - group.slots.num_free
             if shortage > 0 and len(self._levels) > 1:
                 victims = self._drop_redundant(self._choose(self.evictable(group), shortage))
                 is_held = self._table.num_refs[victims] > 0
@@ -157,13 +159,13 @@ class Escalation:
         is lost.
 
         Held pages are lost, or displace held pages, only when no transfer in flight could still
-        make room.
+        make room, nor memory that the device prepares.
         """
         is_held = self._table.num_refs[pages] > 0
         held = self._send_down(pages[is_held], Losable.NOTHING, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
-        deadline_s = time.monotonic() + _MAX_WAIT_S
-        while held.size and self._num_writes_in_flight:
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while held.size and (self._num_writes_in_flight or self.is_preparing(HOT_LEVEL)):
             if time.monotonic() > deadline_s:
                 return  # they stay hot, and whoever wants their room comes back
             self._copies.events.totals["room_waits"] += 1
@@ -173,6 +175,15 @@ class Escalation:
         droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
         lost = self._without_copies(np.concatenate([droppable, held]))
         self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
+
+    def wait_for_memory(self, above: CacheLevel, deadline_s: float) -> bool:
+        """Let memory that the device prepares for colder levels get ready; False when there is no
+        point or no time.
+        """
+        if not self.is_preparing(above) or time.monotonic() > deadline_s:
+            return False
+        self._drain()
+        return True
 
     @property
     def _num_writes_in_flight(self) -> int:
@@ -228,7 +239,7 @@ class Escalation:
         """
         disk_moves = self._disk_moves
         assert disk_moves is not None
-        deadline_s = time.monotonic() + _MAX_WAIT_S
+        deadline_s = time.monotonic() + MAX_WAIT_S
         while True:
             refused = disk_moves.writes.submit(pages, self._levels[HOT_LEVEL], level)
             # Before any wait: a write that fails then must find that the hot copy is gone.
@@ -327,7 +338,7 @@ class Escalation:
             return
         self._spill_seen[group] = seen
         budget = _MAX_SPILL_PAGES - in_flight
-        wanted = int(slots.num_slots * _SPILL_CLEAN_FRACTION) + 1 - slots.num_free
+        wanted = int(slots.num_ready * _SPILL_CLEAN_FRACTION) + 1 - slots.num_free
         if wanted <= 0 or budget <= 0:
             return
         owners = level.owners(group)

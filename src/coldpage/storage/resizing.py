@@ -7,6 +7,7 @@ as long as there is room below.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,7 +19,7 @@ from coldpage.errors import DeviceError, UsageError
 from coldpage.migration import CodecMoves
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.copies import BAD_DISK, PageCopies
-from coldpage.storage.escalation import Escalation, Losable
+from coldpage.storage.escalation import MAX_WAIT_S, Escalation, Losable
 from coldpage.types import HOT_LEVEL, Int32Array
 
 __all__ = ["Resizing"]
@@ -142,13 +143,18 @@ class Resizing:
             escalation.make_hot_room(group, num_free)
             self._finish_transfers()
             return
-        levels = self._copies.levels
+        deadline_s = time.monotonic() + MAX_WAIT_S
         room = escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
-        if room < num_free and not level.is_disk and level is not levels[-1]:
-            escalation.send_least_below(level, group, num_free - room, levels[level.level + 1])
-            self._finish_transfers()
-            escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
-        escalation.make_cold_room(level, group, num_free, Losable.HELD)
+        while room < num_free and not level.is_disk:
+            before = room
+            for below in self._copies.levels[level.level + 1 :]:
+                escalation.send_least_below(level, group, num_free - room, below)
+                self._finish_transfers()
+                room = escalation.make_cold_room(level, group, num_free, Losable.NOTHING)
+            if room == before and not escalation.wait_for_memory(level.level, deadline_s):
+                break
+        if room == num_free or level.is_disk or not escalation.is_preparing(level.level):
+            escalation.make_cold_room(level, group, num_free, Losable.HELD)
 
     def _move_down(self, level: LevelPools, group: PoolGroup, beyond: Int32Array, stop: int) -> int:
         """Move the pages in the slots ``beyond`` to free slots before ``stop``. Returns how many
@@ -186,6 +192,11 @@ class Resizing:
         copies can not be read, or nothing can be written: they are lost. Elsewhere they stay.
         """
         if not level.is_disk:
+            if self._escalation.is_preparing(level.level):
+                raise DeviceError(
+                    f"the {level.name} level keeps its size: the device has yet to prepare the "
+                    "memory where its pages would go; try again later"
+                )
             raise DeviceError(
                 f"the device keeps rejecting the moves that would make the {level.name} level "
                 "smaller: it keeps its size; try again later"

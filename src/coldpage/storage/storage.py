@@ -21,6 +21,7 @@ from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
 from coldpage.storage.copies import BAD_DISK, EXPIRED, FAILED_WORK, PLANNED, PageCopies
 from coldpage.storage.escalation import Escalation, Losable
+from coldpage.storage.preparing import Preparing
 from coldpage.storage.resizing import Resizing
 from coldpage.storage.usage import UsageSamples
 from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array, Int64Array, Priority
@@ -82,6 +83,9 @@ class Storage:
         # Writing behind is for the first of them.
         self._behind = self._backups[0] if is_write_behind and self._backups else None
         self._copy_level = None if copy_level is None else levels[copy_level]
+        ring = None if disk_moves is None else disk_moves.end.ring
+        self._preparing = Preparing(levels, ring)
+        self._escalation.is_preparing = self._preparing.is_going_on
 
     # ------------------------------------------------------------------ locking
 
@@ -400,6 +404,8 @@ class Storage:
         """Advance every transfer, start the background spill and keep some hot slots free. Never
         blocks on I/O.
         """
+        self._device.poll()
+        self._preparing.advance()
         self.advance()
         self._escalation.spill()
         if self._free_watermark:
@@ -437,6 +443,8 @@ class Storage:
 
     def _drain(self) -> None:
         self._device.wait_for_progress(_DRAIN_TIMEOUT_S)
+        self._device.poll()
+        self._preparing.advance()
         self.advance()
 
     def _settle(self, settled: Settlement) -> None:
@@ -488,6 +496,13 @@ class Storage:
         return 0 if self._disk_moves is None else self._disk_moves.writes.num_in_flight
 
     @property
+    def is_in_motion(self) -> bool:
+        """Whether waiting may help: for transfers to and from disk, or for memory that the device
+        prepares.
+        """
+        return self.num_in_flight > 0 or self._preparing.is_going_on()
+
+    @property
     def num_in_flight(self) -> int:
         """Transfers to and from disk that have not been settled."""
         return 0 if self._disk_moves is None else self._disk_moves.num_in_flight
@@ -500,7 +515,10 @@ class Storage:
 
     def resize_level(self, level: CacheLevel, num_slots: Sequence[int]) -> None:
         """Give the level's pool groups that many slots; see ``Resizing``. Blocks."""
-        self._resizing.resize(self.levels[level], num_slots)
+        try:
+            self._resizing.resize(self.levels[level], num_slots)
+        finally:
+            self._preparing.begin()
         self.usage.forget(level)
 
     def defragment(self, level: CacheLevel) -> int:
