@@ -173,6 +173,62 @@ def test_files_wait_for_staging(build: Build) -> None:
     assert rig.device.num_unprepared_bytes == RING_BYTES // 2
 
 
+def test_a_level_that_grows_gets_ready_again(build: Build) -> None:
+    rig = late(build, hot=4, host=8)
+    prepare(rig, 8)
+    assert ready(rig) == (8, 8)
+    rig.resize(HOST, 20)
+    assert ready(rig) == (8, 20)
+    prepare(rig, 12)
+    assert ready(rig) == (20, 20)
+
+
+def test_a_cold_level_shrinks_only_when_there_is_staging(build: Build) -> None:
+    rig = late(build, hot=8, gpu=8, disk=20)
+    sequence = suspended(rig, prompt(8))
+    push_out(rig, 8)
+    assert rig.used == [0, 8, 0]
+    with pytest.raises(DeviceError, match="has yet to prepare"):
+        rig.resize(1, 4)
+    assert rig.used == [0, 8, 0]
+    rig.device.prepare(RING_BYTES)
+    rig.resize(1, 4)
+    resumed(rig, sequence)
+    assert not totals(rig, "lost_held_pages")
+
+
+def test_reads_that_wait_for_staging_are_not_late(build: Build) -> None:
+    rig = late(build, hot=4, disk=20)
+    rig.device.prepare(RING_BYTES)
+    sequence = suspended(rig, prompt(4))
+    push_out(rig, 4)
+    rig.poll()
+    assert rig.storage._disk_moves is not None
+    end = rig.storage._disk_moves.end
+    memory = end.ring._memory
+    memory._num_ready_bytes = 0  # type: ignore[attr-defined]
+    assert sequence.resume()
+    end.clock = lambda: 1e9
+    rig.manager.poll()
+    end.clock = lambda: 2e9
+    rig.manager.poll()
+    assert not totals(rig, "late_reads")
+    memory._num_ready_bytes = RING_BYTES  # type: ignore[attr-defined]
+    sequence.cache.synchronize()
+    sequence.check()
+    assert not totals(rig, "lost_held_pages")
+
+
+def test_the_spill_goes_by_what_is_ready(build: Build) -> None:
+    rig = late(build, hot=4, host=40, disk=40)
+    rig.device.prepare(RING_BYTES)
+    prepare(rig, 4)
+    suspended(rig, prompt(2))
+    push_out(rig, 4)
+    rig.poll()
+    assert rig.used == [0, 2, 0], "half of what is ready is free"
+
+
 def test_closing_while_memory_gets_ready() -> None:
     device = simulated(is_prepared_late=True)
     rig = Rig(device=device, hot=4, host=8, disk=20)

@@ -148,9 +148,8 @@ class DiskReads:
         """Reads that hang hold the staging that those in the queue wait for: they are misses too.
         Nothing touches their slots.
         """
-        if (
-            self._end.ring.num_ready_bytes < self._end.ring.num_bytes
-        ):  # it is not the disk that they wait for
+        ring = self._end.ring
+        if ring.num_ready_bytes < ring.num_bytes:  # it is not the disk that they wait for
             self._last_progress_s = self._end.clock()
         table, waited_s = self._table, self._end.clock() - self._last_progress_s
         while self._queued and waited_s > self._queued[0][1].disk.read_deadline_s:
