@@ -5,10 +5,12 @@ into the rest, and lose nothing meanwhile.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from coldpage import DeviceError
+from coldpage.snapshot import state_write, transfer
 from coldpage.storage import escalation, preparing, resizing
 from coldpage.types import CacheLevel
 from tests.property.driver import Driver
@@ -217,6 +219,22 @@ def test_reads_that_wait_for_staging_are_not_late(build: Build) -> None:
     sequence.cache.synchronize()
     sequence.check()
     assert not totals(rig, "lost_held_pages")
+
+
+@pytest.mark.parametrize("bytes_a_wait", [1 << 20, 0])
+def test_saving_waits_for_its_buffer(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_wait: int
+) -> None:
+    rig = late(build, hot=4)
+    sequence = suspended(rig, prompt(4))
+    rig.device.prepared_bytes_a_wait = bytes_a_wait
+    path = tmp_path / "one.cpsn"
+    if bytes_a_wait:
+        assert state_write(rig.manager, [sequence.cache], path)
+        return
+    monkeypatch.setattr(transfer, "_MAX_READY_WAIT_S", 0.01)
+    with pytest.raises(DeviceError, match="does not get 8,388,608 bytes of host memory ready"):
+        state_write(rig.manager, [sequence.cache], path)
 
 
 def test_the_spill_goes_by_what_is_ready(build: Build) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -13,7 +14,8 @@ import numpy.typing as npt
 
 from coldpage.codecs import ConfiguredCodec, create_default_cold_page_codec
 from coldpage.codecs.configured import take_codec
-from coldpage.device.base import Device, MemoryKind, Stream
+from coldpage.device.base import Device, Memory, MemoryKind, Stream
+from coldpage.errors import DeviceError
 from coldpage.manager import KVCacheManager
 from coldpage.snapshot.format import Origin, SnapshotIdentity
 from coldpage.types import PAGE_INDEX_PAIR, BlockOrdinal, Int32Array, LayerGroupId, LifeCycleId
@@ -21,6 +23,9 @@ from coldpage.types import PAGE_INDEX_PAIR, BlockOrdinal, Int32Array, LayerGroup
 __all__ = ["PageTransfer", "identity_of"]
 
 _BUFFER_BYTES: Final = 8 * 1024 * 1024
+# A device may prepare the buffer in the background.
+_MAX_READY_WAIT_S: Final = 10.0
+_READY_INTERVAL_S: Final = 0.01
 
 _Pages = npt.NDArray[np.uint8]  # [num_pages, page_bytes]
 
@@ -57,6 +62,18 @@ def identity_of(manager: KVCacheManager, origin: Origin) -> SnapshotIdentity:
     )
 
 
+def _wait_until_ready(device: Device, memory: Memory) -> None:
+    deadline_s = time.monotonic() + _MAX_READY_WAIT_S
+    while memory.num_ready_bytes < memory.num_bytes:
+        if time.monotonic() > deadline_s:
+            raise DeviceError(
+                f"{device.name} does not get {memory.num_bytes:,} bytes of host memory ready for "
+                "saving and restoring: try again later"
+            )
+        device.wait_for_progress(_READY_INTERVAL_S)
+        device.poll()
+
+
 class PageTransfer:
     """The lossless codec, a pinned buffer and a stream. Each call blocks until its work is done.
     The slots are locked, and quiescent, as long as it takes.
@@ -69,6 +86,11 @@ class PageTransfer:
         self._stream = _stream_of(manager.device)
         num_bytes = max(_BUFFER_BYTES, self._codec.max_cold_page_bytes)
         self._memory = manager.device.allocate(num_bytes, MemoryKind.PINNED)
+        try:
+            _wait_until_ready(manager.device, self._memory)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the buffer back."""
