@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from coldpage.cli.commands import coldpage
 from coldpage.cli.serve_command import ServeFlags, settings_of
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
-from coldpage.errors import ModelError
+from coldpage.errors import ConfigurationError, DeviceError, ModelError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1024**2
@@ -39,7 +39,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("--disk", "/proc/pages:1GiB"), "can not write to /proc/pages"),
         (("--disk", "/tmp:900TiB"), "are free there"),
         (("--save-dir", "/proc/saved", "--disk", "none"), "--save-dir: can not write to /proc"),
-        (("--device", "cuda:99"), "cuda:99 can not be used"),
         (("no/such/model",), "there is no model at no/such/model"),
         (("~nosuchuser/x",), "~nosuchuser/x: there is no home directory"),
         (("--disk", "~nosuchuser/x:1GiB"), "~nosuchuser/x: there is no home directory"),
@@ -119,31 +118,41 @@ def test_without_flags_the_bundled_model_gets_all_tiers(
     assert settings.save_path == str(tmp_path / "coldpage" / "saved")
 
 
-@pytest.mark.parametrize(
-    ("hot", "hot_bytes", "hot_fraction"),
-    [(None, 0, 0.8), ("90%", 0, 0.9), ("900GiB", 900 * 1024 * MIB, 0.0)],
-)
+@pytest.mark.parametrize(("hot", "fraction"), [(None, 0.8), ("90%", 0.9), ("900TiB", None)])
 def test_a_gpu_holds_the_hot_tier_beside_the_machines_memory(
-    monkeypatch: pytest.MonkeyPatch, hot: str | None, hot_bytes: int, hot_fraction: float
+    monkeypatch: pytest.MonkeyPatch, hot: str | None, fraction: float | None
 ) -> None:
-    monkeypatch.setattr("coldpage.engine.placement.choose_device", lambda name: f"{name}:3")
-    settings = settings_of(
-        ServeFlags(device="cuda", hot=hot, host="64MiB", disk="none", save_dir="none")
-    )
-    assert settings.device == "cuda:3"
-    assert (settings.hot_bytes, settings.hot_fraction) == (hot_bytes, hot_fraction)
-    assert settings.host_bytes == 64 * MIB
+    monkeypatch.setattr("coldpage.cli.serve_command.has_gpu_driver", lambda: True)
+    for device in ("auto", "cuda:3"):
+        settings = settings_of(
+            ServeFlags(device=device, hot=hot, host="64MiB", disk="none", save_dir="none")
+        )
+        assert settings.device == device
+        assert settings.gpu_hot_fraction == fraction
+        assert (settings.hot_bytes == 900 * 2**40) == (fraction is None)
+        assert settings.host_bytes == 64 * MIB
 
 
-def test_where_there_is_no_driver_auto_is_the_cpu_and_torch_is_not_asked(
+def test_without_a_driver_the_hot_tier_is_in_the_machines_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(name: str) -> None:
-        raise AssertionError("torch was asked")
-
     monkeypatch.setattr("coldpage.cli.serve_command.has_gpu_driver", lambda: False)
-    monkeypatch.setattr("coldpage.engine.placement.choose_device", fails)
-    assert settings_of(ServeFlags(disk="none", save_dir="none")).device == "cpu"
+    settings = settings_of(ServeFlags(hot="64MiB", disk="none", save_dir="none"))
+    assert (settings.hot_bytes, settings.gpu_hot_fraction) == (64 * MIB, None)
+    with pytest.raises(ConfigurationError, match="together exceed"):
+        settings_of(ServeFlags(hot="900TiB", disk="none", save_dir="none"))
+    with pytest.raises(DeviceError, match=r"cuda:1 can not be used: .* no NVIDIA driver"):
+        settings_of(ServeFlags(device="cuda:1", disk="none", save_dir="none"))
+
+
+def test_the_http_process_has_no_torch_in_it() -> None:
+    program = (
+        "import sys; from coldpage.cli.serve_command import ServeFlags, settings_of;"
+        "settings_of(ServeFlags(disk='none', save_dir='none')); print('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, text=True, env=environment, timeout=30) == "False\n"
 
 
 def test_a_model_is_given_or_made() -> None:

@@ -16,7 +16,7 @@ from coldpage.cli.machine import (
     prepare_directory,
 )
 from coldpage.cli.sizes import AbsoluteSize, RelativeSize
-from coldpage.cli.tiers import plan_disk, plan_gpu_hot, plan_host, plan_memory
+from coldpage.cli.tiers import plan_beside_gpu, plan_disk, plan_memory
 from coldpage.errors import ConfigurationError
 from coldpage.store import InstanceDirectory, InstanceIdentity
 
@@ -38,15 +38,14 @@ def test_what_is_asked_for_is_given() -> None:
 
 
 def test_beside_a_gpu_the_memory_is_the_host_tiers_alone() -> None:
-    assert plan_gpu_hot(None) == (0, 0.8)
-    assert plan_gpu_hot(RelativeSize(0.5)) == (0, 0.5)
-    assert plan_gpu_hot(AbsoluteSize(100 * GIB)) == (100 * GIB, 0.0)
-    assert plan_host(None, 10 * GIB) == 2 * GIB
-    assert plan_host(RelativeSize(1.0), 10 * GIB) == 10 * GIB
+    assert plan_beside_gpu(None, None, 10 * GIB) == (GIB, 0.8, 2 * GIB)
+    assert plan_beside_gpu(RelativeSize(0.5), None, 10 * GIB) == (5 * GIB, 0.5, 2 * GIB)
+    whole = RelativeSize(1.0)
+    assert plan_beside_gpu(AbsoluteSize(99 * GIB), whole, 10 * GIB) == (99 * GIB, None, 10 * GIB)
     with pytest.raises(ConfigurationError, match="--hot can not be left out"):
-        plan_gpu_hot(AbsoluteSize(0))
+        plan_beside_gpu(AbsoluteSize(0), None, 10 * GIB)
     with pytest.raises(ConfigurationError, match=r"--host 9\.0 GiB exceeds the 8\.0 GiB"):
-        plan_host(AbsoluteSize(9 * GIB), 8 * GIB)
+        plan_beside_gpu(None, AbsoluteSize(9 * GIB), 8 * GIB)
 
 
 @given(ram_bytes=st.integers(GIB, 2**45))

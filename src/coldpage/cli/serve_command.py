@@ -30,10 +30,10 @@ from coldpage.cli.sizes import (
     parse_ratio,
     parse_size,
 )
-from coldpage.cli.tiers import plan_disk, plan_gpu_hot, plan_host, plan_memory
+from coldpage.cli.tiers import plan_beside_gpu, plan_disk, plan_memory
 from coldpage.device.opening import AUTO_DEVICE
 from coldpage.engine.messages import EngineReady, EngineSettings
-from coldpage.errors import ModelError
+from coldpage.errors import DeviceError, ModelError
 
 __all__ = ["ServeFlags", "StartReport", "check_model", "run_serve", "settings_of"]
 
@@ -90,13 +90,16 @@ def _save_path(flag: str | None) -> str | None:
     return str(path)
 
 
-def _device(name: str) -> str:
-    """The device by its own name. Raises ``ColdpageError``."""
-    if name == AUTO_DEVICE and not has_gpu_driver():
-        return "cpu"  # without the time to import torch
-    from coldpage.engine.placement import choose_device
-
-    return str(choose_device(name))
+def _may_have_gpu(device: str) -> bool:
+    """Raises ``DeviceError`` where the GPU asked for can not be there. Which it is the engine finds
+    out: this process is to have no torch in it.
+    """
+    if device == "cpu":
+        return False
+    has_driver = has_gpu_driver()
+    if device != AUTO_DEVICE and not has_driver:
+        raise DeviceError(f"{device} can not be used: this machine has no NVIDIA driver")
+    return has_driver
 
 
 def settings_of(flags: ServeFlags) -> EngineSettings:
@@ -104,22 +107,21 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
     model = check_model(flags.model)
     hot = None if flags.hot is None else parse_size(flags.hot)
     host = None if flags.host is None else parse_size(flags.host)
-    device, hot_fraction = _device(flags.device), 0.0
-    if device == "cpu":
-        hot_bytes, host_bytes = plan_memory(hot, host, memory_bytes())
+    gpu_hot_fraction: float | None = None
+    if _may_have_gpu(flags.device):
+        hot_bytes, gpu_hot_fraction, host_bytes = plan_beside_gpu(hot, host, memory_bytes())
     else:
-        hot_bytes, hot_fraction = plan_gpu_hot(hot)
-        host_bytes = plan_host(host, memory_bytes())
+        hot_bytes, host_bytes = plan_memory(hot, host, memory_bytes())
     choice = DiskChoice(None, None) if flags.disk is None else parse_disk(flags.disk)
     disk_path, disk_bytes = _disk_tier(choice, flags.instance_id)
     return EngineSettings(
         hot_bytes=hot_bytes,
-        hot_fraction=hot_fraction,
+        gpu_hot_fraction=gpu_hot_fraction,
         host_bytes=host_bytes,
         disk_path=disk_path,
         disk_bytes=disk_bytes,
         model=model,
-        device=device,
+        device=flags.device,
         dtype=flags.dtype,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
@@ -184,9 +186,11 @@ class StartReport:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self, ready: EngineReady) -> Table:
-        device = self._settings.device
-        hot = "memory that attention reads" if device == "cpu" else f"memory of {device}"
-        places = {"hot": hot, "host": "memory"}
+        is_on_gpu = ready.device != "cpu"
+        places = {
+            "hot": f"memory of {ready.device}" if is_on_gpu else "memory that attention reads",
+            "host": "memory",
+        }
         if self._settings.disk_path is not None:
             places["disk"] = self._settings.disk_path
         table = Table(

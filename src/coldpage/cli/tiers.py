@@ -12,9 +12,8 @@ __all__ = [
     "DEFAULT_GPU_HOT_FRACTION",
     "DEFAULT_TIERS",
     "DefaultSize",
+    "plan_beside_gpu",
     "plan_disk",
-    "plan_gpu_hot",
-    "plan_host",
     "plan_memory",
 ]
 
@@ -66,27 +65,24 @@ def plan_memory(hot: Size | None, host: Size | None, ram_bytes: int) -> tuple[in
     return hot_bytes, host_bytes
 
 
-def plan_gpu_hot(hot: Size | None) -> tuple[int, float]:
-    """Bytes of a hot tier on a GPU; or 0, and the fraction of what will be free there with the
-    weights loaded. Raises ``ConfigurationError``.
+def plan_beside_gpu(
+    hot: Size | None, host: Size | None, ram_bytes: int
+) -> tuple[int, float | None, int]:
+    """For a machine that may have a GPU: bytes of the hot tier if they are given, and else where it
+    has none after all; the fraction of what will be free on the GPU with the weights loaded, None
+    where bytes are given; bytes of the host tier. Raises ``ConfigurationError``.
     """
-    if hot is None:
-        return 0, DEFAULT_GPU_HOT_FRACTION
-    if isinstance(hot, RelativeSize):
-        return 0, hot.fraction
-    _check_hot(hot.num_bytes)
-    return hot.num_bytes, 0.0
-
-
-def plan_host(host: Size | None, ram_bytes: int) -> int:
-    """Bytes of the host tier beside a GPU; None is the default. Raises ``ConfigurationError``."""
     host_bytes = _choose("host", host, ram_bytes)
     if host_bytes > ram_bytes:
         raise ConfigurationError(
             f"--host {format_bytes(host_bytes)} exceeds the {format_bytes(ram_bytes)} of memory"
             " that this machine has"
         )
-    return host_bytes
+    hot_bytes = _choose("hot", hot, ram_bytes)
+    _check_hot(hot_bytes)
+    if hot is None:
+        return hot_bytes, DEFAULT_GPU_HOT_FRACTION, host_bytes
+    return hot_bytes, hot.fraction if isinstance(hot, RelativeSize) else None, host_bytes
 
 
 def _check_hot(hot_bytes: int) -> None:

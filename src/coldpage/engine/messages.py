@@ -54,8 +54,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """What the engine process is started with. No bytes for the host or disk tier: it is left out.
 
     ``model`` None is the bundled model; ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``;
-    ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; no ``hot_bytes``: the hot tier gets
-    ``hot_fraction`` of the GPU memory that is free once the weights are loaded;
+    ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; on a GPU the hot tier gets
+    ``gpu_hot_fraction`` of what is free there once the weights are loaded, None: ``hot_bytes`` too;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
     positive. ``pool_ratio`` divides the hot bytes between the layer groups, in order of their ids.
@@ -66,7 +66,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """
 
     hot_bytes: int
-    hot_fraction: float = 0.0
+    gpu_hot_fraction: float | None = None
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 0
@@ -197,6 +197,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     dtype: str
     tiers: tuple[TierStats, ...]
     instance_id: str = ""  # of the disk tier; empty: there is none
+    device: str = "cpu"  # or a GPU, such as cuda:0
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):

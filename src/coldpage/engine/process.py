@@ -155,8 +155,8 @@ def _build(
     device = choose_device(settings.device)
     model = load_model(settings.model, choose_dtype(settings.dtype, device), progress, device)
     progress("making room for the cache")
-    if not settings.hot_bytes:
-        hot_bytes = int(settings.hot_fraction * free_gpu_bytes(device))
+    if device.type == "cuda" and settings.gpu_hot_fraction is not None:
+        hot_bytes = int(settings.gpu_hot_fraction * free_gpu_bytes(device))
         settings = msgspec.structs.replace(settings, hot_bytes=hot_bytes)
     tiers = cache_tiers(settings)
     manager = build_manager(
@@ -200,6 +200,7 @@ def _serve(
             dtype=str(model.dtype).removeprefix("torch."),
             tiers=tier_stats(manager),
             instance_id=", ".join(manager.instance_ids),
+            device=str(model.model.device),
         )
     )
     intake = Intake(channel, model, loop.commands)
