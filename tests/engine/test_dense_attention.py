@@ -129,7 +129,10 @@ def test_a_runner_keeps_the_rules_of_cuda(
             for tokens, table, start in zip(texts, tables, starts, strict=True)
         ]
         outputs = [out for out in bench.runner.forward(items) if out is not None]
-        results.append(torch.cat(outputs))
+        alone = bench.prefill(bench.table(6), texts[0][:6], 1)  # each token by itself
+        if dtype == torch.float32:
+            assert_close(alone, bench.own_logits(texts[0][:6]))
+        results.append(torch.cat([*outputs, alone]))
         if dtype == torch.float32:
             for out, tokens, start in zip(outputs, texts, starts, strict=True):
                 assert_close(out, bench.own_logits(tokens)[start:])

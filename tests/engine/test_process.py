@@ -90,6 +90,8 @@ def settings_for(tiny: TinyModel, disk: Path, **changes: object) -> EngineSettin
         disk_path=str(disk),
         disk_bytes=4 * 1024 * 1024,
         model=tiny.directory,
+        device="cpu",
+        gpu_hot_fraction=0.5,  # of a GPU's memory, and this is none
         dtype="float32",
         tokens_per_block=BLOCK,
     )
@@ -117,6 +119,7 @@ def test_it_says_what_it_serves(engine: RunningEngine, tiny: TinyModel) -> None:
         BLOCK,
         "float32",
     )
+    assert ready.device == "cpu"
     assert [tier.name for tier in ready.tiers] == ["hot", "host", "disk"]
     hot = ready.tiers[0]
     assert (hot.total_blocks, hot.capacity_tokens) == (40, 160)

@@ -20,13 +20,15 @@ from coldpage.engine import step_plan
 from coldpage.engine.assembly import block_bytes, build_manager
 from coldpage.engine.conversations import make_conversations, play, serve_tokens
 from coldpage.engine.dense_attention import dense_attention, plain_attention
+from coldpage.engine.messages import EngineSettings, Finished
 from coldpage.engine.placement import compute_exactly, page_device
-from coldpage.engine.random_model import EIGHT_BILLION, SMALL, random_model
+from coldpage.engine.random_model import EIGHT_BILLION, SMALL, random_model, write_random_model
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
 from tests.engine.attention_cases import bias_of, defined, sides
+from tests.engine.engine_peer import RunningEngine, generate
 from tests.engine.runner_bench import Bench, text
 
 pytestmark = pytest.mark.gpu
@@ -285,6 +287,22 @@ def test_conversations_that_left_the_gpu_answer_as_if_they_had_stayed(
     for one, other in zip(tight, roomy, strict=True):
         for left, right in zip(one, other, strict=True):
             assert np.array_equal(left, right)
+
+
+def test_an_engine_process_gives_the_hot_level_its_part_of_the_gpu(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    write_random_model(tmp_path / "model")
+    (tmp_path / "socket").mkdir()
+    settings = EngineSettings(
+        hot_bytes=1, gpu_hot_fraction=0.001, model=str(tmp_path / "model"), device="auto"
+    )
+    total_bytes = torch.cuda.mem_get_info(gpu)[1]
+    with RunningEngine(settings, tmp_path / "socket") as engine:
+        assert (engine.ready.device, engine.ready.dtype) == ("cuda:0", "bfloat16")
+        assert 0.0002 * total_bytes < engine.ready.tiers[0].total_bytes <= 0.001 * total_bytes
+        _, end = engine.peer.answers(generate("one", token_ids=list(range(2, 60))))["one"]
+        assert isinstance(end, Finished)
 
 
 @pytest.mark.parametrize("injection", list(Injection))
