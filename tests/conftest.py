@@ -6,11 +6,17 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from coldpage.cli.machine import has_gpu_driver
+
 # Two cores are shared by everything here; BLAS threads on top only fight each other.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # A test must not reach a model hub: everything it needs is installed.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Kernels run on the GPU where there is one, and else under Triton's interpreter. Triton asks when it
+# is first imported, which libraries may do at any time.
+if not has_gpu_driver():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # deadline=None: a slow machine is not a failure, a hang is (pytest-timeout).
 # print_blob: a failure prints what repeats it.
