@@ -13,8 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # A test must not reach a model hub: everything it needs is installed.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Kernels run on the GPU where there is one, and else under Triton's interpreter. Triton asks when it
-# is first imported, which libraries may do at any time.
+# Kernels run on the GPU where there is one, and else under Triton's interpreter. Triton asks when
+# it is first imported, which libraries may do at any time.
 if not has_gpu_driver():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
