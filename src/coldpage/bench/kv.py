@@ -78,7 +78,9 @@ def make_manager(
     if device is None:
         return KVCacheManager(config, codec=codec)
     with prepared(device):
-        return KVCacheManager(config, device=device, codec=codec)
+        manager = KVCacheManager(config, device=device, codec=codec)
+    manager.poll()  # the levels take what is ready
+    return manager
 
 
 def tokens_of(num_tokens: int, seed: int) -> Int32Array:
