@@ -109,6 +109,20 @@ def test_nobody_waits_for_ever(build: Build, monkeypatch: pytest.MonkeyPatch) ->
     assert totals(rig, "lost_held_pages") == 4
 
 
+def test_what_is_ready_is_found_by_whoever_needs_room(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody has polled since, and nothing got ready for long."""
+    rig = late(build, hot=4, host=8)
+    first = suspended(rig, prompt(4))
+    rig.device.prepare(8 * PAGE_BYTES)
+    monkeypatch.setattr(preparing, "_MAX_IDLE_S", 0.0)
+    push_out(rig, 4)
+    assert moves(rig, "hot-host") == 4
+    assert not totals(rig, "lost_held_pages")
+    resumed(rig, first)
+
+
 def test_pages_that_nobody_holds_do_not_hold_anybody_up(build: Build) -> None:
     rig = late(build, hot=4, host=8)
     rig.close(suspended(rig, prompt(4)))

@@ -39,7 +39,13 @@ class Preparing:
         self._began_s = self._last_growth_s = time.monotonic()
 
     def is_going_on(self, above: CacheLevel = HOT_LEVEL) -> bool:
-        """Whether there will soon be more room below the level ``above``, or more staging."""
+        """Whether there will soon be more room below the level ``above``, or more staging. What is
+        ready and was not taken yet, since nobody polled, counts however old it is; it is now.
+        """
+        before = self._num_ready
+        self.advance()
+        if self._num_ready != before:
+            return True
         ring = self._ring
         is_staging_complete = ring is None or ring.num_ready_bytes == ring.num_bytes
         if is_staging_complete and not any(level.level > above for level in self._levels):
