@@ -17,6 +17,7 @@ from coldpage.device.cuda import CudaDevice, memory
 from coldpage.device.cuda.copies import (
     BATCH_BYTES,
     KERNEL_MAX_BYTES,
+    MIN_BATCH_COPIES,
     kernel_share,
     split_at,
     split_batches,
@@ -81,14 +82,26 @@ def test_no_copy_reaches_across_a_boundary(rows: list[tuple[int, int, int]], at:
         assert not ((start[:, None] < boundaries) & (boundaries < (start + sizes)[:, None])).any()
 
 
-@given(st.lists(st.integers(1, 3 * BATCH_BYTES), min_size=1, max_size=60))
-def test_batches_cover_the_copies_in_order(sizes: list[int]) -> None:
+@given(
+    st.lists(st.integers(1, 3 * BATCH_BYTES), min_size=1, max_size=60),
+    st.sampled_from([1, 3, 64]),
+)
+def test_batches_cover_the_copies_in_order(some: list[int], num_times: int) -> None:
+    sizes = some * num_times
     runs = split_batches(np.array(sizes, np.int64))
     assert [i for run in runs for i in range(run.start, run.stop)] == list(range(len(sizes)))
     assert all(run.stop > run.start for run in runs)
-    # A batch is as large as it should be, but for its last copy.
-    for run in runs:
-        assert sum(sizes[run.start : run.stop - 1]) <= 1.5 * BATCH_BYTES
+    # As many as there are bytes for, and copies for.
+    assert len(runs) <= max(1, len(sizes) // MIN_BATCH_COPIES)
+    assert len(runs) <= max(1, sum(sizes) / BATCH_BYTES + 0.5)
+
+
+def test_many_small_copies_are_submitted_bit_by_bit() -> None:
+    sizes = np.full(4096, 256 * 1024, np.int64)
+    assert {run.stop - run.start for run in split_batches(sizes)} == {64}
+    sizes = np.full(2048, 2 * MIB, np.int64)
+    assert {run.stop - run.start for run in split_batches(sizes)} == {64}
+    assert len(split_batches(sizes[:100])) == 1
 
 
 def test_the_kernel_has_what_the_driver_is_slow_at() -> None:

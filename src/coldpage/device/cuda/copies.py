@@ -20,6 +20,7 @@ from coldpage.types import Int64Array
 __all__ = [
     "BATCH_BYTES",
     "KERNEL_MAX_BYTES",
+    "MIN_BATCH_COPIES",
     "KernelShare",
     "kernel_share",
     "split_at",
@@ -30,6 +31,8 @@ __all__ = [
 # The link works on the first batches while the next are submitted; a single batch also pauses
 # longer between its copies than several do.
 BATCH_BYTES: Final = 16 * 1024 * 1024
+# Fewer copies are not worth a batch, whose own submission costs 10 us.
+MIN_BATCH_COPIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,11 @@ def split_at(copies: CopyList, boundaries: Int64Array) -> CopyList:
 
 
 def split_batches(sizes: Int64Array) -> list[slice]:
-    """The copies in runs of about ``BATCH_BYTES``. Pure."""
+    """The copies in runs of about ``BATCH_BYTES``, or ``MIN_BATCH_COPIES`` if those are more.
+    Pure.
+    """
     total = int(sizes.sum())
-    count = min(sizes.size, max(1, round(total / BATCH_BYTES)))
+    count = max(1, min(sizes.size // MIN_BATCH_COPIES, round(total / BATCH_BYTES)))
     cuts = np.searchsorted(np.cumsum(sizes), np.arange(1, count) * (total / count)) + 1
     edges = [0, *cuts.tolist(), sizes.size]
     return [slice(a, b) for a, b in itertools.pairwise(edges) if b > a]
