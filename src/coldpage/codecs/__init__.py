@@ -11,7 +11,7 @@ from coldpage.codecs.base import (
     PoolGroupDesc,
 )
 from coldpage.codecs.concat import create_default_cold_page_codec
-from coldpage.codecs.configured import ConfiguredCodec, take_codec
+from coldpage.codecs.configured import ConfiguredCodec, codec_identity, take_codec
 
 __all__ = [
     "BlockOrdinals",
@@ -23,6 +23,7 @@ __all__ = [
     "PageIndices",
     "PoolDesc",
     "PoolGroupDesc",
+    "codec_identity",
     "create_default_cold_page_codec",
     "take_codec",
 ]

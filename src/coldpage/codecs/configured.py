@@ -14,7 +14,7 @@ from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
 
-__all__ = ["ConfiguredCodec", "take_codec"]
+__all__ = ["ConfiguredCodec", "codec_identity", "take_codec"]
 
 
 def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
@@ -25,6 +25,11 @@ def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
         codec.is_lossless,
         codec.needs_positions,
     )
+
+
+def codec_identity(codec: ColdPageCodec) -> str:
+    """For keys and files: the same only for codecs that read each other's pages."""
+    return f"{codec.codec_id}/{codec.version}/{codec.parameters}"
 
 
 def take_codec(codec: ColdPageCodec | None, max_page_kernel_bytes: int = 0) -> ColdPageCodec:
@@ -78,7 +83,7 @@ class ConfiguredCodec:
                 "needs_positions before it is given to a manager"
             )
         # Fixed from here on, whatever becomes of the codec's attributes.
-        self.identity = f"{codec.codec_id}/{codec.version}/{codec.parameters}"
+        self.identity = codec_identity(codec)
         self.name = f"{codec.codec_id} v{codec.version} {codec.parameters}".rstrip()
         self.needs_positions = codec.needs_positions
         life_cycles = [LifeCycleId(lc) for lc in range(len(hot_group_of))]
