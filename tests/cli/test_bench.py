@@ -97,19 +97,19 @@ def test_moves_that_change_a_page_are_no_result(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_measured_begins_when_memory_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(0, prepares_in_background=True)
-    polled: list[int] = []
+    unprepared: list[int] = []
 
-    def poll() -> None:
-        polled.append(device.num_unprepared_bytes)
+    def wait(timeout_s: float) -> None:
+        unprepared.append(device.num_unprepared_bytes)
         device.prepare(40)
 
-    monkeypatch.setattr(device, "poll", poll)
+    monkeypatch.setattr(device, "wait_for_progress", wait)
     device.allocate(100, MemoryKind.PINNED)
     with prepared(device):
         device.allocate(10, MemoryKind.DEVICE)
         memory = device.allocate(100, MemoryKind.PINNED)
     assert memory.num_ready_bytes == 100
-    assert polled == [200, 160, 120, 80, 40]
+    assert unprepared == [200, 160, 120, 80, 40]
     device.allocate(10, MemoryKind.PINNED)  # nobody waits for what comes later
     device.close()
 

@@ -35,7 +35,7 @@ class _FarMemory(HostMemory):
 
 
 class _PinnedMemory(_FarMemory):
-    """A piece more is ready after each poll."""
+    """A piece more is ready after each wait."""
 
     device: FarDevice
 
@@ -115,7 +115,8 @@ class FarDevice(HostDevice):
         self._streams.append(stream)
         return stream
 
-    def poll(self) -> None:
+    def wait_for_progress(self, timeout_s: float) -> None:
+        super().wait_for_progress(timeout_s)
         for memory in self.pinned:
             if memory.prepared_bytes < memory.num_bytes:
                 memory.prepared_bytes += _PIECE_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -50,12 +49,8 @@ def prepared(device: Device) -> Iterator[None]:
         yield
     finally:
         del device.allocate
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while any(memory.num_ready_bytes < memory.num_bytes for memory in memories):
-        if time.monotonic() > deadline_s:
-            raise DeviceError(f"page-locked memory is not ready after {_PATIENCE_S:.0f} s")
-        device.poll()
-        device.wait_for_progress(0.05)
+    if not all(device.wait_until_ready(memory, _PATIENCE_S) for memory in memories):
+        raise DeviceError(f"page-locked memory is not ready after {_PATIENCE_S:.0f} s")
 
 
 class Arena:

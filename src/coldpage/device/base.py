@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,9 @@ __all__ = [
     "Stream",
 ]
 
+
+# Memory that gets ready tells nobody: whoever waits looks this often.
+_READY_INTERVAL_S: Final = 0.01
 
 Accesses = Sequence[ByteRange] | Callable[[], Sequence[ByteRange]]
 
@@ -178,7 +183,7 @@ class Memory(abc.ABC):
     @property
     def num_ready_bytes(self) -> int:
         """How much from the start on can be used now. A device may prepare a large memory in the
-        background; then this grows, up to ``num_bytes``, between two polls of the owner.
+        background; then this grows, up to ``num_bytes``, at any time.
         """
         return self.num_bytes
 
@@ -261,10 +266,14 @@ class Device(abc.ABC):
     def create_stream(self, name: str) -> Stream:
         """A new stream, ordered with no other."""
 
-    def poll(self) -> None:  # noqa: B027 -- most devices prepare nothing
-        """Take note of what was prepared in the background (``Memory.num_ready_bytes``), and raise
-        DeviceError when that has failed. Never blocks.
-        """
+    def wait_until_ready(self, memory: Memory, timeout_s: float) -> bool:
+        """Block until all bytes of the memory can be used; False when the time is over first."""
+        deadline_s = time.monotonic() + timeout_s
+        while memory.num_ready_bytes < memory.num_bytes:
+            if time.monotonic() > deadline_s:
+                return False
+            self.wait_for_progress(_READY_INTERVAL_S)
+        return True
 
     @abc.abstractmethod
     def wait_for_progress(self, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def state_read(
             if saved.scope not in of_root:
                 raise SnapshotError(f"{path} was saved under another salt or adapter")
         try:
-            with PageTransfer(manager) as transfer:
+            with contextlib.closing(PageTransfer(manager)) as transfer:
                 pages = _FilePages(file, path, header, transfer)
                 for saved in header.sequences:
                     restorer = _Restorer(manager, saved, of_root[saved.scope], priority, pages)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.codecs import ConfiguredCodec, create_default_cold_page_codec
-from coldpage.codecs.configured import take_codec
-from coldpage.device.base import Device, Memory, MemoryKind, Stream
+from coldpage.codecs import (
+    ConfiguredCodec,
+    codec_identity,
+    create_default_cold_page_codec,
+    take_codec,
+)
+from coldpage.device.base import Device, MemoryKind, Stream
 from coldpage.errors import DeviceError
 from coldpage.manager import KVCacheManager
 from coldpage.snapshot.format import Origin, SnapshotIdentity
@@ -25,7 +27,6 @@ __all__ = ["PageTransfer", "identity_of"]
 _BUFFER_BYTES: Final = 8 * 1024 * 1024
 # A device may prepare the buffer in the background.
 _MAX_READY_WAIT_S: Final = 10.0
-_READY_INTERVAL_S: Final = 0.01
 
 _Pages = npt.NDArray[np.uint8]  # [num_pages, page_bytes]
 
@@ -57,21 +58,9 @@ def identity_of(manager: KVCacheManager, origin: Origin) -> SnapshotIdentity:
         tokenizer=origin.tokenizer,
         dtype=origin.dtype,
         geometry=json.dumps({"tokens_per_block": config.tokens_per_block, "layers": layers}),
-        codec=f"{codec.codec_id}/{codec.version}/{codec.parameters}",
+        codec=codec_identity(codec),
         provenance=manager.provenance.hex(),
     )
-
-
-def _wait_until_ready(device: Device, memory: Memory) -> None:
-    deadline_s = time.monotonic() + _MAX_READY_WAIT_S
-    while memory.num_ready_bytes < memory.num_bytes:
-        if time.monotonic() > deadline_s:
-            raise DeviceError(
-                f"{device.name} does not get {memory.num_bytes:,} bytes of host memory ready for "
-                "saving and restoring: try again later"
-            )
-        device.wait_for_progress(_READY_INTERVAL_S)
-        device.poll()
 
 
 class PageTransfer:
@@ -87,7 +76,11 @@ class PageTransfer:
         num_bytes = max(_BUFFER_BYTES, self._codec.max_cold_page_bytes)
         self._memory = manager.device.allocate(num_bytes, MemoryKind.PINNED)
         try:
-            _wait_until_ready(manager.device, self._memory)
+            if not manager.device.wait_until_ready(self._memory, _MAX_READY_WAIT_S):
+                raise DeviceError(
+                    f"{manager.device.name} does not get {num_bytes:,} bytes of host memory ready "
+                    "for saving and restoring: try again later"
+                )
         except BaseException:
             self.close()
             raise
@@ -96,17 +89,6 @@ class PageTransfer:
         """Give the buffer back."""
         self._memory.free()
         self._codec.codec.close()
-
-    def __enter__(self) -> PageTransfer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def page_bytes(self, layer_group_id: LayerGroupId) -> int:
         """The size of a page of the layer group in the file; the first block's is like the rest."""

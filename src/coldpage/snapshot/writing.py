@@ -162,7 +162,7 @@ class _Plan:
 
     def _lay_out(self) -> int:
         self.entries["layer_group"], self.entries["block"] = np.array(self._placed).T
-        with PageTransfer(self._manager) as transfer:
+        with contextlib.closing(PageTransfer(self._manager)) as transfer:
             num_groups = len(self._manager.layout.layer_groups)
             size_of = np.array([transfer.page_bytes(LayerGroupId(g)) for g in range(num_groups)])
         sizes = size_of[self.entries["layer_group"]]
@@ -173,7 +173,7 @@ class _Plan:
         """Append all pages and note their checksums; False when a sequence does not fit now."""
         written = np.zeros(len(self._placed), np.bool_)
         start = file.tell()
-        with PageTransfer(self._manager) as transfer:
+        with contextlib.closing(PageTransfer(self._manager)) as transfer:
             for index, cache in enumerate(self._caches):
                 if not cache.resume():
                     return False

@@ -404,7 +404,6 @@ class Storage:
         """Advance every transfer, start the background spill and keep some hot slots free. Never
         blocks on I/O.
         """
-        self._device.poll()
         self._preparing.advance()
         self.advance()
         self._escalation.spill()
@@ -443,7 +442,6 @@ class Storage:
 
     def _drain(self) -> None:
         self._device.wait_for_progress(_DRAIN_TIMEOUT_S)
-        self._device.poll()
         self._preparing.advance()
         self.advance()
 

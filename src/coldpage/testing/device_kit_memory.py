@@ -160,7 +160,6 @@ class DeviceMemoryConformance:
             memory = device.allocate(self.large_bytes, MemoryKind.PINNED, is_growable=True)
             memory.resize(memory.num_bytes // 2)
             memory.free()
-        device.poll()
         device.allocate(self.large_bytes, MemoryKind.PINNED)  # for the device to free
 
     # Copies
@@ -434,8 +433,7 @@ def _watch_get_ready(device: Device, memory: Memory) -> None:
     deadline = time.monotonic() + _READY_S
     ready = memory.num_ready_bytes
     while ready < memory.num_bytes:
-        time.sleep(0.001)
-        device.poll()
+        device.wait_for_progress(0.001)
         assert ready <= memory.num_ready_bytes <= memory.num_bytes
         ready = memory.num_ready_bytes
         assert time.monotonic() < deadline, "the memory never gets ready"

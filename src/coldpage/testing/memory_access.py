@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,6 @@ __all__ = ["allocate_ready", "read_memory", "wait_until_ready", "write_memory"]
 _Bytes = npt.NDArray[np.uint8]
 
 _DEADLINE_S: Final = 60.0
-_POLL_S: Final = 0.0005
 _BOUNCE_BYTES: Final = 1 << 20
 
 
@@ -31,13 +29,9 @@ def allocate_ready(
 
 def wait_until_ready(device: Device, memory: Memory) -> None:
     """Block until all bytes of the memory can be used, as after a ``resize``."""
-    deadline = time.monotonic() + _DEADLINE_S
-    while memory.num_ready_bytes < memory.num_bytes:
-        assert time.monotonic() < deadline, (
-            f"only {memory.num_ready_bytes} of {memory.num_bytes} bytes get ready"
-        )
-        time.sleep(_POLL_S)
-        device.poll()
+    assert device.wait_until_ready(memory, _DEADLINE_S), (
+        f"only {memory.num_ready_bytes} of {memory.num_bytes} bytes get ready"
+    )
 
 
 def read_memory(device: Device, memory: Memory) -> _Bytes:
