@@ -68,6 +68,6 @@ class Preparing:
         self._levels = [level for level in self._levels if not level.is_complete]
 
     def _count(self) -> int:
-        """Grows with whatever gets ready."""
-        slots = sum(group.slots.num_ready for level in self._levels for group in level.groups)
+        """Grows with whatever gets ready, and never shrinks but by a resize."""
+        slots = sum(group.slots.num_ready for level in self._all for group in level.groups)
         return slots + (0 if self._ring is None else self._ring.num_ready_bytes)
