@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from coldpage.device.cuda.driver import Driver
-
 NOT_READY = 600
 OUT_OF_MEMORY = 2
 _NAMES = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY"}
@@ -144,8 +142,3 @@ class FakeCuda:
 
     def _do_cuMemHostUnregister(self, address: int) -> None:
         del self.registered[address]
-
-
-def fake_driver(library: FakeCuda) -> Driver:
-    """A driver on the stand-in."""
-    return Driver(library)

@@ -26,7 +26,7 @@ from coldpage.device.cuda.driver import Driver, DriverError
 from coldpage.device.cuda.memory import PinnedMemory
 from coldpage.errors import ClosedError, DeviceError, SubmissionError
 from coldpage.types import Int64Array
-from tests.unit.fake_cuda import FakeCuda, fake_driver
+from tests.unit.fake_cuda import FakeCuda
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ def library() -> FakeCuda:
 
 @pytest.fixture
 def device(library: FakeCuda) -> Iterator[CudaDevice]:
-    device = CudaDevice(0, driver=fake_driver(library))
+    device = CudaDevice(0, driver=Driver(library))
     yield device
     device.close()
     assert library.context_depth == 0
@@ -114,7 +114,7 @@ def test_the_kernel_has_what_the_driver_is_slow_at() -> None:
 @pytest.mark.parametrize(("version", "num_arguments"), [(12080, 9), (13000, 8), (13010, 8)])
 def test_batches_are_called_as_the_driver_has_them(version: int, num_arguments: int) -> None:
     library = FakeCuda(version)
-    device = CudaDevice(0, driver=fake_driver(library))
+    device = CudaDevice(0, driver=Driver(library))
     stream = device.create_stream("copies")
     stream.copy(_array(1000, 3000), _array(5000, 9000), _array(16, 32))
     (arguments,) = library.arguments["cuMemcpyBatchAsync"]
@@ -127,7 +127,7 @@ def test_batches_are_called_as_the_driver_has_them(version: int, num_arguments: 
 @pytest.mark.parametrize("is_old", [True, False])
 def test_without_batches_copies_go_one_by_one(is_old: bool) -> None:
     library = FakeCuda(12070 if is_old else 13000)
-    device = CudaDevice(0, driver=fake_driver(library), is_batched=None if is_old else False)
+    device = CudaDevice(0, driver=Driver(library), is_batched=is_old)
     stream = device.create_stream("copies")
     stream.copy(_array(1000, 3000, 7), _array(5000, 9000, 7), _array(16, 32, 0))
     assert library.arguments["cuMemcpyAsync"] == [
@@ -287,7 +287,7 @@ def test_host_memory_of_which_nothing_can_be_locked(device: CudaDevice, library:
 @pytest.mark.usefixtures("small_pieces")
 def test_closing_does_not_wait_for_the_last_piece() -> None:
     library = FakeCuda()
-    device = CudaDevice(0, driver=fake_driver(library))
+    device = CudaDevice(0, driver=Driver(library))
     library._do_cuMemHostRegister_v2 = lambda *args: time.sleep(0.02)  # type: ignore[method-assign]
     library._do_cuMemHostUnregister = lambda *args: None  # type: ignore[method-assign]
     pinned = device.allocate(1024 * MIB, MemoryKind.PINNED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 import os
 import shutil
@@ -10,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from coldpage.errors import ConfigurationError
+from coldpage.errors import ConfigurationError, DeviceError
 from coldpage.store import list_instances
 
 __all__ = [
@@ -52,9 +51,11 @@ def expand_user(path: str) -> Path:
 
 def has_gpu_driver() -> bool:
     """Whether the machine has NVIDIA's driver, and so perhaps a GPU. Loads it."""
+    from coldpage.device.cuda.driver import load_library
+
     try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        load_library()
+    except DeviceError:
         return False
     return True
 

@@ -42,13 +42,13 @@ class CudaDevice(Device):
         max_page_kernel_bytes: int | None = None,
         num_io_threads: int = NUM_IO_THREADS,
         driver: Driver | None = None,
-        is_batched: bool | None = None,
+        is_batched: bool = True,
     ) -> None:
         """``driver`` stands in for the machine's; ``is_batched`` False does without batched copies
         as on drivers before 12.8.
         """
         self.driver = Driver() if driver is None else driver
-        if is_batched is False:
+        if not is_batched:
             self.driver.forbid_batch_copy()
         count = self.driver.device_count()
         if not 0 <= index < count:

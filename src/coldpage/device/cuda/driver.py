@@ -23,6 +23,7 @@ __all__ = [
     "HostFunction",
     "MemcpyAttributes",
     "SrcAccessOrder",
+    "load_library",
 ]
 
 # The driver version from which copies can be submitted in one batch.
@@ -151,7 +152,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def _load_library() -> Any:
+def load_library() -> Any:
+    """libcuda. Raises DeviceError where there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -167,7 +169,7 @@ class Driver:
     """
 
     def __init__(self, library: Any = None) -> None:
-        self._library = _load_library() if library is None else library
+        self._library = load_library() if library is None else library
         self._functions: dict[str, Any] = {}
         for name, signature in _SIGNATURES.items():
             function = getattr(self._library, name)
