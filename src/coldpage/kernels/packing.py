@@ -1,0 +1,161 @@
+"""Numbers to stored numbers and back: the plain reference, and the parts that kernels share.
+
+Plain types are a conversion. ``q8_0`` takes the largest of 32 magnitudes / 127, rounded up to f16,
+as the scale, so that no quotient passes 127, and rounds quotients half to even. ``turbo4`` takes
+the codebook value nearest to each number of the rotated group, relative to the group's root mean
+square, and a norm (f16) for which ``norm * codebook[index]`` is as long as the group was.
+
+The functions with ``_tile`` in their name are Triton's: they work on tiles in a kernel, and give
+the same numbers as the reference (turbo4 up to the rounding of its sums).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from coldpage.kernels.kv_types import Q8_0, TURBO4, KVType
+from coldpage.kernels.rotation import CODEBOOK, THRESHOLDS, rotation
+
+__all__ = [
+    "codebook_tile",
+    "pack",
+    "pack_q8_tile",
+    "pack_turbo4_tile",
+    "unpack",
+]
+
+_F16_MAX = tl.constexpr(65504.0)
+# Of a rounded product, where a quotient would be: one instruction, and the same on every device.
+_PER_127 = tl.constexpr(1 / 127)
+_CODEBOOK = tl.constexpr(CODEBOOK)
+_THRESHOLDS = tl.constexpr(THRESHOLDS)
+
+
+def pack(x: torch.Tensor, kv_type: KVType) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Vectors [..., head_dim], not yet rotated, as ``kv_type`` stores them: values [...,
+    num_values] of its dtype, and scales f16 [..., num_scales] where it has them. Pure.
+    """
+    assert kv_type.supports(x.shape[-1])
+    group = kv_type.group(x.shape[-1])
+    if group is None:
+        return x.to(kv_type.value_dtype), None
+    groups = x.float().reshape(*x.shape[:-1], -1, group)
+    values, scales = _PACKS[kv_type](groups)
+    return values.flatten(-2), scales
+
+
+def unpack(
+    values: torch.Tensor, scales: torch.Tensor | None, kv_type: KVType, dtype: torch.dtype
+) -> torch.Tensor:
+    """What ``pack`` stored, as vectors [..., head_dim] in ``dtype``. In stored space: rotated types
+    come back rotated. Pure.
+    """
+    if scales is None:
+        return values.to(dtype)
+    groups = values.reshape(*scales.shape, -1)
+    numbers = _UNPACKS[kv_type](groups) * scales.float()[..., None]
+    return numbers.flatten(-2).to(dtype)
+
+
+def _pack_q8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted = (groups.abs().amax(-1) * _PER_127.value).clamp(max=_F16_MAX.value)
+    scale = wanted.to(torch.float16)
+    too_small = scale.float() < wanted
+    scale = (scale.view(torch.int16) + too_small.to(torch.int16)).view(torch.float16)
+    inverse = 1.0 / torch.where(scale > 0, scale.float(), 1.0)
+    quotients = (groups * inverse[..., None]).clamp(-127.0, 127.0)
+    return quotients.round().to(torch.int8), scale
+
+
+def _unpack_q8(values: torch.Tensor) -> torch.Tensor:
+    return values.float()
+
+
+def _pack_turbo4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    group = groups.shape[-1]
+    # sqrt(group) times the rotated numbers, which leaves the choice of indices as it is.
+    rotated = groups @ rotation(group, groups.device, torch.float32)
+    length = (rotated * rotated).sum(-1).sqrt()
+    inverse = group**0.5 / torch.where(length > 0, length, 1.0)
+    numbers = rotated * inverse[..., None]
+    thresholds = torch.tensor(THRESHOLDS, device=groups.device)
+    index = torch.bucketize(numbers.abs(), thresholds) | ((numbers < 0).long() << 3)
+    codebook = torch.tensor(CODEBOOK, device=groups.device)
+    code_length = codebook[index].square().sum(-1).sqrt()
+    norm = (length / (code_length * group**0.5)).clamp(max=_F16_MAX.value).to(torch.float16)
+    low, high = index.to(torch.uint8).chunk(2, -1)
+    return low | (high << 4), norm
+
+
+def _unpack_turbo4(values: torch.Tensor) -> torch.Tensor:
+    index = torch.cat([values & 15, values >> 4], -1)
+    return torch.tensor(CODEBOOK, device=values.device)[index.long()]
+
+
+_PACKS: Final = {Q8_0: _pack_q8, TURBO4: _pack_turbo4}
+_UNPACKS: Final = {Q8_0: _unpack_q8, TURBO4: _unpack_turbo4}
+
+
+@triton.jit
+def pack_q8_tile(numbers):  # type: ignore[no-untyped-def]
+    """Numbers f32 [rows, 32] as int8 [rows, 32] and scales f16 [rows]. A kernel that uses it must
+    be compiled without fused multiply-adds, which would round once less than the reference."""
+    wanted = tl.minimum(tl.max(tl.abs(numbers), 1) * _PER_127, _F16_MAX)
+    scale = wanted.to(tl.float16)
+    too_small = (scale.to(tl.float32) < wanted).to(tl.int16)
+    scale = (scale.to(tl.int16, bitcast=True) + too_small).to(tl.float16, bitcast=True)
+    wide_scale = scale.to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.where(wide_scale > 0, wide_scale, 1.0))
+    quotients = tl.minimum(tl.maximum(numbers * inverse[:, None], -127.0), 127.0)
+    # Adding 1.5 * 2^23 leaves no bits below one, and rounds half to even.
+    return ((quotients + 12582912.0) - 12582912.0).to(tl.int8), scale
+
+
+@triton.jit
+def pack_turbo4_tile(low, high):  # type: ignore[no-untyped-def]
+    """The two halves of rotated groups, times sqrt(group), f32 [rows, group / 2], as bytes of the
+    same shape and norms f16 [rows]."""
+    root: tl.constexpr = (2 * low.shape[1]) ** 0.5
+    length = tl.sqrt_rn(tl.sum(low * low + high * high, 1))
+    inverse = tl.div_rn(root, tl.where(length > 0, length, 1.0))
+    low_index = _codebook_index(low * inverse[:, None])
+    high_index = _codebook_index(high * inverse[:, None])
+    low_value = codebook_tile(low_index)
+    high_value = codebook_tile(high_index)
+    code_length = tl.sqrt_rn(tl.sum(low_value * low_value + high_value * high_value, 1))
+    norm = tl.minimum(tl.div_rn(length, code_length * root), _F16_MAX).to(tl.float16)
+    return (low_index | (high_index << 4)).to(tl.uint8), norm
+
+
+@triton.jit
+def _codebook_index(numbers):  # type: ignore[no-untyped-def]
+    magnitude = tl.abs(numbers)
+    index = (numbers < 0).to(tl.int32) << 3
+    for i in tl.static_range(7):
+        index += (magnitude > _THRESHOLDS[i]).to(tl.int32)
+    return index
+
+
+@triton.jit
+def codebook_tile(index):  # type: ignore[no-untyped-def]
+    """What int32 indices of any shape, 0 to 15, stand for, in f32."""
+    bit_0 = (index & 1) != 0
+    bit_1 = (index & 2) != 0
+    small = tl.where(
+        bit_1,
+        tl.where(bit_0, _CODEBOOK[3], _CODEBOOK[2]),
+        tl.where(bit_0, _CODEBOOK[1], _CODEBOOK[0]),
+    )
+    large = tl.where(
+        bit_1,
+        tl.where(bit_0, _CODEBOOK[7], _CODEBOOK[6]),
+        tl.where(bit_0, _CODEBOOK[5], _CODEBOOK[4]),
+    )
+    magnitude = tl.where((index & 4) != 0, large, small)
+    # Bit 3 becomes the sign bit of the number.
+    sign = (index & 8) << 28
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -1,0 +1,88 @@
+"""The rotation that makes vectors look Gaussian, and the numbers that stand for rotated ones.
+
+A group of a vector is multiplied by a Hadamard matrix with fixed random signs on its input side, so
+a few strong channels are spread over all numbers of the group. What comes out is close to normally
+distributed whatever went in, and one codebook serves every layer and model. Dot products stay what
+they were: attention with rotated keys takes a rotated query, and weights rotated values into a
+rotated output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+
+from coldpage.kernels.kv_types import KVType
+
+__all__ = ["CODEBOOK", "THRESHOLDS", "rotate", "rotate_back", "rotation", "signs"]
+
+# The best eight magnitudes for N(0, 1) under squared error (Lloyd and Max).
+_MAGNITUDES: Final = (
+    0.128395,
+    0.388048,
+    0.656759,
+    0.942340,
+    1.256231,
+    1.618046,
+    2.069017,
+    2.732590,
+)
+
+CODEBOOK: Final = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+"""What a 4-bit index stands for: the low 3 bits are the magnitude, bit 3 is the sign."""
+
+THRESHOLDS: Final = tuple((low + high) / 2 for low, high in pairwise(_MAGNITUDES))
+"""Magnitudes above threshold ``i`` are closer to magnitude ``i + 1`` of the codebook."""
+
+# Part of the stored format: with other signs, pages written before read as noise.
+_SIGNS_SEED: Final = b"coldpage turbo4 signs"
+
+
+def signs(group: int) -> torch.Tensor:
+    """The fixed signs of a group's numbers, +-1.0 f32 [group]; the same in every process."""
+    digest = np.frombuffer(hashlib.sha256(_SIGNS_SEED).digest(), np.uint8)
+    assert 0 < group <= digest.size * 8
+    return torch.from_numpy(1.0 - 2.0 * np.unpackbits(digest)[:group].astype(np.float32))
+
+
+@lru_cache(maxsize=64)
+def rotation(group: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The rotation of row vectors, times sqrt(group): +-1 in ``dtype``, [group, group].
+
+    Kept and shared, so not to be written to. The first call for a device copies from the host,
+    which a CUDA graph cannot capture: call it once before.
+    """
+    assert group & (group - 1) == 0, "a Hadamard matrix of this form has a power of two of rows"
+    hadamard = torch.ones(1, 1)
+    while hadamard.shape[0] < group:
+        hadamard = torch.cat([hadamard.repeat(1, 2), torch.cat([hadamard, -hadamard], 1)])
+    return (signs(group)[:, None] * hadamard).to(device, dtype)
+
+
+def rotate(x: torch.Tensor, kv_type: KVType) -> torch.Tensor:
+    """Vectors [..., head_dim] in the space in which ``kv_type`` stores them: rotated per group, or
+    ``x`` itself. Pure; enqueues one matrix product, and one copy where ``x`` is not contiguous.
+    """
+    return _times(x, kv_type, is_back=False)
+
+
+def rotate_back(x: torch.Tensor, kv_type: KVType) -> torch.Tensor:
+    """The inverse of ``rotate``."""
+    return _times(x, kv_type, is_back=True)
+
+
+def _times(x: torch.Tensor, kv_type: KVType, *, is_back: bool) -> torch.Tensor:
+    group = kv_type.group(x.shape[-1])
+    if not kv_type.is_rotated or group is None:
+        return x
+    matrix = rotation(group, x.device, x.dtype)
+    rows = x.reshape(-1, group)
+    # The factor goes into the product, before its result is rounded to the type: sums of f16
+    # numbers would overflow, and it is one launch. With beta = 0 the first argument is not read.
+    rotated = torch.addmm(rows, rows, matrix.T if is_back else matrix, beta=0.0, alpha=group**-0.5)
+    return rotated.view(x.shape)
