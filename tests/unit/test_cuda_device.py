@@ -205,3 +205,26 @@ def test_what_a_test_replaces_is_what_the_driver_calls(
     assert not event.is_done()
     library._do_cuEventQuery = lambda event: 0  # type: ignore[method-assign, assignment]
     assert event.is_done()
+
+
+@pytest.mark.parametrize("how", ["asked", "waited for", "swept by a later event"])
+def test_what_somebody_else_found_done_ends_the_wait_once(
+    device: CudaDevice, library: FakeCuda, how: str
+) -> None:
+    streams = device.create_stream("one"), device.create_stream("two")
+    for stream in streams:
+        event = stream.record()
+        assert event.handle is not None
+        library.done_events.add(event.handle)
+        if how == "asked":
+            assert event.is_done()
+        elif how == "waited for":
+            event.synchronize()
+        else:
+            stream.record()
+    start_s = time.monotonic()
+    device.wait_for_progress(10.0)
+    assert time.monotonic() - start_s < 5.0
+    start_s = time.monotonic()
+    device.wait_for_progress(0.02)
+    assert time.monotonic() - start_s > 0.015

@@ -97,11 +97,11 @@ def split_batches(sizes: Int64Array) -> list[slice]:
 
 
 def submit_copies(driver: Driver, copies: CopyList, stream: int) -> None:
-    """Enqueue contiguous int64 columns of copies: in batches, or one by one where the driver has no
-    batches. The context is current.
+    """Enqueue contiguous int64 columns of copies: in batches, or one by one where the driver takes
+    no batches. The context is current.
     """
     dst, src, sizes = copies
-    if not driver.has_batch_copy:
+    if not driver.has_batch_copy(stream):
         for to, source, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
             driver.call("cuMemcpyAsync", to, source, size, stream)
         return

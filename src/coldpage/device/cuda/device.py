@@ -6,10 +6,12 @@ import time
 from typing import Final
 
 from coldpage.device.base import Device, Memory, MemoryKind
+from coldpage.device.cuda.closing import run_all
 from coldpage.device.cuda.copies import KERNEL_MAX_BYTES
 from coldpage.device.cuda.driver import Context, Driver
 from coldpage.device.cuda.events import EventPool
-from coldpage.device.cuda.memory import DeviceMemory, PinnedMemory, Registrar
+from coldpage.device.cuda.memory import DeviceMemory
+from coldpage.device.cuda.pinned import PinnedMemory, Registrar
 from coldpage.device.cuda.runtime import CudaRuntime
 from coldpage.device.cuda.stream import CudaStream
 from coldpage.device.cuda.upload import Uploader
@@ -25,6 +27,8 @@ _CAN_USE_HOST_POINTER: Final = 91
 
 # The driver tells nobody when an event is reached: whoever waits looks this often.
 _LOOK_INTERVAL_S: Final = 50e-6
+# Nor does memory that gets ready, which takes longer.
+_READY_INTERVAL_S: Final = 0.01
 
 
 class CudaDevice(Device):
@@ -67,7 +71,7 @@ class CudaDevice(Device):
             driver=self.driver,
             context=context,
             events=EventPool(self.driver),
-            uploader=Uploader(self.driver, is_batched=self.driver.has_batch_copy),
+            uploader=Uploader(self.driver),
             registrar=Registrar(self.driver, context),
         )
         self._progress = Progress()
@@ -101,6 +105,21 @@ class CudaDevice(Device):
         self._memories.append(memory)
         return memory
 
+    def wait_until_ready(self, memory: Memory, timeout_s: float) -> bool:
+        """Block until all bytes of the memory can be used; False when the time is over first.
+
+        Raises DeviceError, naming the driver's reason, as soon as a piece could not be page-locked.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while memory.num_ready_bytes < memory.num_bytes:
+            if isinstance(memory, PinnedMemory):
+                memory.raise_failure()
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0:
+                return False
+            self.wait_for_progress(min(_READY_INTERVAL_S, rest_s))
+        return True
+
     # ------------------------------------------------------------------ streams
 
     def create_stream(self, name: str) -> CudaStream:
@@ -122,11 +141,13 @@ class CudaDevice(Device):
         return stream
 
     def wait_for_progress(self, timeout_s: float) -> None:
-        """Block until an event or I/O may have completed, or the time is over."""
+        """Block until an event or I/O may have completed since the last call, also if somebody
+        else found the event done, or the time is over.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            num_done = sum(stream.timeline.sweep() for stream in self._streams)
-            if num_done:
+            # All are asked: what one call tells, the next must not tell again.
+            if sum(stream.timeline.take_news() for stream in self._streams):
                 return
             has_events = any(stream.timeline.has_events for stream in self._streams)
             rest_s = deadline_s - time.monotonic()
@@ -139,27 +160,25 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Finish all work, stop the threads, free the memory. Idempotent.
 
-        Raises DeviceError when a host function failed and no call has told so yet.
+        Raises the first failure of a part when all have been closed, else DeviceError when a host
+        function failed and no call has told so yet.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        self.runtime.registrar.close()
-        with self.runtime.context:
-            for stream in self._streams:
-                stream.close()
-            self.io.close()
-            for memory in self._memories:
-                memory.free()
-            self.runtime.events.close()
-            self.runtime.uploader.close()
-        self.runtime.context.release()
-        for stream in self._streams:
-            failure = stream.unheard_failure
-            if failure is not None:
-                raise DeviceError(
-                    f"work on stream {stream.name!r} failed: {failure!r}"
-                ) from failure
+        runtime = self.runtime
+        run_all(
+            [
+                runtime.registrar.close,
+                *(stream.close for stream in self._streams),
+                self.io.close,
+                *(memory.free for memory in self._memories),
+                lambda: runtime.events.close(runtime.context),
+                lambda: runtime.uploader.close(runtime.context),
+                runtime.context.release,
+                *(stream.raise_unheard_failure for stream in self._streams),
+            ]
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -12,10 +12,11 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, 
 from types import TracebackType
 from typing import Any, Final
 
-from coldpage.errors import DeviceError
+from coldpage.errors import ClosedError, DeviceError
 
 __all__ = [
     "BATCH_COPY_VERSION",
+    "LEGACY_STREAMS",
     "AllocationProperties",
     "Context",
     "Driver",
@@ -29,6 +30,9 @@ __all__ = [
 # The driver version from which copies can be submitted in one batch.
 BATCH_COPY_VERSION: Final = 12080
 _CUDA_13: Final = 13000
+
+# The legacy default stream, by its two handles: 0 and CU_STREAM_LEGACY.
+LEGACY_STREAMS: Final = frozenset({0, 1})
 
 _NOT_READY: Final = 600
 HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
@@ -278,10 +282,11 @@ class Driver:
         """Do as a driver that has no batched copies."""
         self._batch_copy = None
 
-    @property
-    def has_batch_copy(self) -> bool:
-        """Whether ``copy_batch`` works."""
-        return self._batch_copy is not None
+    def has_batch_copy(self, stream: int) -> bool:
+        """Whether ``copy_batch`` works on the stream: the driver takes none on the legacy default
+        stream.
+        """
+        return self._batch_copy is not None and stream not in LEGACY_STREAMS
 
     def copy_batch(
         self, dst: int, src: int, num_bytes: int, count: int, order: int, stream: int
@@ -325,13 +330,17 @@ class Driver:
         try:
             self.call("cuMemSetAccess", address, num_bytes, byref(access), 1)
         except DriverError:
-            self.unmap_memory(address, num_bytes, handle.value)
+            self.unmap_memory(address, num_bytes)
+            self.release_memory(handle.value)
             raise
         return handle.value
 
-    def unmap_memory(self, address: int, num_bytes: int, handle: int) -> None:
-        """Give back what ``map_memory`` made."""
+    def unmap_memory(self, address: int, num_bytes: int) -> None:
+        """Take what ``map_memory`` made from its addresses."""
         self.call("cuMemUnmap", address, num_bytes)
+
+    def release_memory(self, handle: int) -> None:
+        """Give back what ``map_memory`` made, once it was unmapped."""
         self.call("cuMemRelease", handle)
 
     def register_host(self, address: int, num_bytes: int) -> None:
@@ -343,7 +352,7 @@ class Context:
     """The primary context of a device: the one that the CUDA runtime, and so torch, uses.
 
     ``with context:`` makes it current on this thread for as long, and leaves the thread's own
-    choice of a device as it was.
+    choice of a device as it was. Raises ClosedError once it was released.
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
@@ -352,8 +361,11 @@ class Context:
         handle = c_void_p()
         driver.call("cuDevicePrimaryCtxRetain", byref(handle), device)
         self._handle = handle
+        self._is_released = False
 
     def __enter__(self) -> None:
+        if self._is_released:  # where it is not there any more the driver may crash
+            raise ClosedError("the CUDA device is closed")
         self._driver.call("cuCtxPushCurrent_v2", self._handle)
 
     def __exit__(
@@ -365,5 +377,8 @@ class Context:
         self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def release(self) -> None:
-        """Let go of it."""
+        """Let go of it. Idempotent."""
+        if self._is_released:
+            return
+        self._is_released = True
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from coldpage.device.base import Event
-from coldpage.device.cuda.driver import Context, Driver
+from coldpage.device.cuda.closing import run_all
+from coldpage.device.cuda.driver import Context, Driver, DriverError
 from coldpage.errors import DeviceError
 
 __all__ = ["CudaEvent", "EventPool", "HostWork", "Timeline"]
@@ -49,24 +51,22 @@ class EventPool:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._free: list[int] = []
-        self.num_created = 0
 
     def take(self) -> int:
         """A handle. The context is current."""
         if self._free:
             return self._free.pop()
-        self.num_created += 1
         return self.driver.create_event()
 
     def give_back(self, handle: int) -> None:
         """The handle is free for the next event."""
         self._free.append(handle)
 
-    def close(self) -> None:
-        """Destroy the handles, all of which are free. The context is current."""
-        for handle in self._free:
-            self.driver.call("cuEventDestroy_v2", handle)
-        self._free.clear()
+    def close(self, context: Context) -> None:
+        """Destroy the handles, all of which are free."""
+        handles, self._free = self._free, []
+        with context:
+            run_all(partial(self.driver.call, "cuEventDestroy_v2", handle) for handle in handles)
 
 
 class CudaEvent(Event):
@@ -74,18 +74,23 @@ class CudaEvent(Event):
 
     def __init__(self, timeline: Timeline, handle: int, host_work: tuple[HostWork, ...]) -> None:
         self.timeline = timeline
-        self.handle: int | None = handle  # None: known to be done
+        self.handle: int | None = handle  # None: known to be done, or lost
         self.host_work = host_work
+        self.is_lost = False  # its stream has ended, and nobody knows whether well
 
     def is_done(self) -> bool:
-        """Whether the work has completed. Raises DeviceError when a host function failed."""
+        """Whether the work has completed. Raises DeviceError when a host function failed, or the
+        stream could not be finished.
+        """
         if self.handle is not None and not self.timeline.is_done(self.handle):
             return False
         self._note_done()
         return True
 
     def synchronize(self) -> None:
-        """Block until the work has completed. Raises DeviceError when a host function failed."""
+        """Block until the work has completed. Raises DeviceError when a host function failed, or
+        the stream could not be finished.
+        """
         if self.handle is not None:
             self.timeline.synchronize(self.handle)
         self._note_done()
@@ -93,6 +98,10 @@ class CudaEvent(Event):
     def _note_done(self) -> None:
         if self.handle is not None:
             self.timeline.note_done(self)
+        if self.is_lost:
+            raise DeviceError(
+                f"the stream {self.timeline.name!r} ended before this event was known to be done"
+            )
         self.timeline.raise_failure(self.host_work)
 
 
@@ -108,27 +117,35 @@ class Timeline:
         self._pool = pool
         self._driver = pool.driver
         self._events: deque[CudaEvent] = deque()
+        self._has_news = False
 
     def record(self, stream: int, host_work: tuple[HostWork, ...]) -> CudaEvent:
         """A new event at the end of the stream. The context is current."""
-        self.sweep()
+        self._sweep()
         handle = self._pool.take()
-        self._driver.call("cuEventRecord", handle, stream)
+        try:
+            self._driver.call("cuEventRecord", handle, stream)
+        except DriverError:
+            self._pool.give_back(handle)
+            raise
         event = CudaEvent(self, handle, host_work)
         self._events.append(event)
         return event
 
-    def sweep(self) -> bool:
-        """Let go of the oldest events as far as they are done; whether there was one."""
-        is_any = False
+    def _sweep(self) -> None:
+        """Let go of the oldest events as far as they are done."""
         while self._events:
             handle = self._events[0].handle
             assert handle is not None, "events that are done have left"
             if not self._driver.is_event_done(handle):
-                break
+                return
             self._release_first()
-            is_any = True
-        return is_any
+
+    def take_news(self) -> bool:
+        """Whether an event was found done since the last call, now or by whoever asked before."""
+        self._sweep()
+        had_news, self._has_news = self._has_news, False
+        return had_news
 
     @property
     def has_events(self) -> bool:
@@ -154,6 +171,7 @@ class Timeline:
         assert first.handle is not None
         self._pool.give_back(first.handle)
         first.handle = None
+        self._has_news = True
 
     def raise_failure(self, host_work: tuple[HostWork, ...]) -> None:
         """Raise DeviceError when one of the functions failed."""
@@ -163,3 +181,12 @@ class Timeline:
                 raise DeviceError(
                     f"work on stream {self.name!r} failed: {work.failure!r}"
                 ) from work.failure
+
+    def close(self) -> None:
+        """The stream has come to its end. Events that are not known to be done are lost then."""
+        try:
+            self._sweep()
+        finally:
+            while self._events:
+                self._events[0].is_lost = True
+                self._release_first()

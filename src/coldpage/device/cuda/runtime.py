@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from coldpage.device.cuda.driver import Context, Driver
 from coldpage.device.cuda.events import EventPool
-from coldpage.device.cuda.memory import Registrar
+from coldpage.device.cuda.pinned import Registrar
 from coldpage.device.cuda.upload import Uploader
 
 __all__ = ["CudaRuntime"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy.typing as npt
 
 from coldpage.device.base import Accesses, Event, PageParts, Stream
 from coldpage.device.copies import CopyList, merge_copies, page_copies, run_copies
+from coldpage.device.cuda.closing import run_all
 from coldpage.device.cuda.copies import KernelShare, kernel_share, split_at, submit_copies
-from coldpage.device.cuda.driver import DriverError, HostFunction
+from coldpage.device.cuda.driver import LEGACY_STREAMS, DriverError, HostFunction
 from coldpage.device.cuda.events import CudaEvent, HostWork, Timeline
 from coldpage.device.cuda.runtime import CudaRuntime
 from coldpage.errors import ClosedError, SubmissionError
@@ -65,7 +67,7 @@ class CudaStream(Stream):
                 self._driver.call("cuLaunchHostFunc", self.handle, _run_host_work, number)
         except DriverError as error:
             del _host_work[number]
-            raise self._rejected("a host function", error) from error
+            raise self._rejected("a host function", str(error)) from error
         self._host_work = (host_work,)
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
@@ -86,9 +88,7 @@ class CudaStream(Stream):
 
     def _submit_copies(self, copies: CopyList, stream: int) -> None:
         copies = merge_copies(*copies)
-        boundaries = self._runtime.registrar.boundaries
-        if boundaries.size:
-            copies = split_at(copies, boundaries)
+        copies = split_at(copies, self._runtime.registrar.boundaries)
         dst, src, sizes = (np.ascontiguousarray(column, np.int64) for column in copies)
         if sizes.size:
             submit_copies(self._driver, (dst, src, sizes), stream)
@@ -108,19 +108,30 @@ class CudaStream(Stream):
         if host is None:
             share = KernelShare(max(share.num_programs, 1), 1.0)
         num_kernel = int(share.fraction * pairs.size)
-        # The kernel first: it moves already while the driver's copies are being submitted.
         lane = self.handle
         if 0 < num_kernel < pairs.size:
             lane = self._side_lane()
             self._order(self.handle, lane)
-        if num_kernel:
-            self._run_kernel(parts, pairs.address, num_kernel, share.num_programs)
-        if num_kernel < pairs.size:
-            assert host is not None and host.dtype == PAGE_INDEX_PAIR
-            rest = host[num_kernel:].view(PAGE_INDEX_PAIR)
-            self._submit_copies(page_copies(parts, rest), lane)
-        if lane != self.handle:
+        try:
+            # The kernel first: it moves already while the driver's copies are being submitted.
+            if num_kernel:
+                self._launch_kernel(parts, pairs.address, num_kernel, share.num_programs)
+            if num_kernel < pairs.size:
+                assert host is not None and host.dtype == PAGE_INDEX_PAIR
+                rest = host[num_kernel:].view(PAGE_INDEX_PAIR)
+                self._submit_copies(page_copies(parts, rest), lane)
+        finally:
+            if lane != self.handle:
+                self._join(lane)
+
+    def _join(self, lane: int) -> None:
+        """Later work comes after what is on the lane, also where that is only a part."""
+        try:
             self._order(lane, self.handle)
+        except DriverError:
+            # Nobody would wait for what is there already, so that is done here.
+            self._driver.call("cuStreamSynchronize", lane)
+            raise
 
     def _side_lane(self) -> int:
         """A stream beside this one, for copies that run while a kernel does."""
@@ -138,6 +149,15 @@ class CudaStream(Stream):
             # The wait keeps what the event is now, so the handle is free again.
             self._runtime.events.give_back(event)
 
+    def _launch_kernel(
+        self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
+    ) -> None:
+        try:
+            self._run_kernel(parts, pairs, num_pages, num_programs)
+        except Exception as error:  # torch and triton have no exception of their own for it
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise self._rejected("the kernel of a copy of pages", text) from error
+
     def _run_kernel(
         self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
     ) -> None:
@@ -148,7 +168,10 @@ class CudaStream(Stream):
 
         index = self._runtime.index
         if self._torch_stream is None:
-            self._torch_stream = torch.cuda.ExternalStream(self.handle, device=index)  # type: ignore[no-untyped-call]
+            if self.handle in LEGACY_STREAMS:  # torch knows it by neither handle
+                self._torch_stream = torch.cuda.default_stream(index)
+            else:
+                self._torch_stream = torch.cuda.ExternalStream(self.handle, device=index)  # type: ignore[no-untyped-call]
         columns = (
             parts.dst_base,
             parts.dst_stride_bytes,
@@ -174,10 +197,10 @@ class CudaStream(Stream):
             with self._context:
                 submit()
         except DriverError as error:
-            raise self._rejected(what, error) from error
+            raise self._rejected(what, str(error)) from error
 
-    def _rejected(self, what: str, error: DriverError) -> SubmissionError:
-        return SubmissionError(f"{what} was rejected on stream {self.name!r}: {error}")
+    def _rejected(self, what: str, why: str) -> SubmissionError:
+        return SubmissionError(f"{what} was rejected on stream {self.name!r}: {why}")
 
     # ------------------------------------------------------------------ order
 
@@ -201,9 +224,12 @@ class CudaStream(Stream):
         self._host_work = (*self._host_work, *running)
 
     def synchronize(self) -> None:
-        """Block until all enqueued work has completed. Raises DeviceError when some failed."""
-        with self._context:
-            self._driver.call("cuStreamSynchronize", self.handle)
+        """Block until all enqueued work has completed, as it has once the device is closed. Raises
+        DeviceError when some failed.
+        """
+        if not self._is_closed:
+            with self._context:
+                self._driver.call("cuStreamSynchronize", self.handle)
         self.timeline.raise_failure(self._host_work)
 
     def _check(self) -> None:
@@ -211,22 +237,24 @@ class CudaStream(Stream):
             raise ClosedError(f"the stream {self.name!r} is closed")
         self.timeline.raise_failure(self._host_work)
 
-    @property
-    def unheard_failure(self) -> BaseException | None:
-        """What failed here, when no call has told so."""
-        failures = [work.failure for work in self._host_work if work.failure is not None]
-        return failures[0] if failures and not self.timeline.num_failures_told else None
+    def raise_unheard_failure(self) -> None:
+        """Raise DeviceError when a host function failed here and no call has told so."""
+        if not self.timeline.num_failures_told:
+            self.timeline.raise_failure(self._host_work)
 
     def close(self) -> None:
-        """Finish what is enqueued; a stream of its own is gone then. The context is current.
-        Idempotent.
-        """
+        """Finish what is enqueued; a stream of its own is gone then. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._driver.call("cuStreamSynchronize", self.handle)
-        self.timeline.sweep()
-        if self._lane is not None:
-            self._driver.call("cuStreamDestroy_v2", self._lane)
+        destroyed = [lane for lane in (self._lane,) if lane is not None]
         if self._is_owned:
-            self._driver.call("cuStreamDestroy_v2", self.handle)
+            destroyed.append(self.handle)
+        with self._context:
+            run_all(
+                [
+                    partial(self._driver.call, "cuStreamSynchronize", self.handle),
+                    self.timeline.close,
+                    *(partial(self._driver.call, "cuStreamDestroy_v2", it) for it in destroyed),
+                ]
+            )

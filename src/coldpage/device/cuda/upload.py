@@ -1,8 +1,9 @@
 """Uploads of ordinary host memory: small arrays that the caller wants back at once.
 
 The driver's batched copy can promise to have read its source when the call returns. Before it could
-(12.8), and to destinations in host memory, which it then writes at once instead of in stream order,
-the bytes travel as the parameters of a kernel, some at a time, which a launch consumes.
+(12.8), on the legacy default stream, which takes no batches, and to destinations in host memory,
+which it then writes at once instead of in stream order, the bytes travel as the parameters of a
+kernel, some at a time, which a launch consumes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.cuda.driver import Driver, SrcAccessOrder
+from coldpage.device.cuda.driver import Context, Driver, DriverError, SrcAccessOrder
 from coldpage.types import MemAddress
 
 __all__ = ["Uploader"]
@@ -56,21 +57,20 @@ end:
 
 
 class Uploader:
-    """Uploads of one context. ``is_batched`` False forces the way of older drivers."""
+    """Uploads of one context."""
 
-    def __init__(self, driver: Driver, *, is_batched: bool) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._is_batched = is_batched
         self._module: int | None = None
         self._function = c_void_p()
 
     def upload(
         self, dst: MemAddress, data: npt.NDArray[np.uint8], stream: int, *, is_to_host: bool
     ) -> None:
-        """Enqueue the copy of contiguous ``data`` [num_bytes], read before the call returns. The
-        context is current.
+        """Enqueue the copy of contiguous ``data`` [num_bytes], read before the call returns. A
+        part may have been enqueued when it raises. The context is current.
         """
-        if self._is_batched and not is_to_host:
+        if self._driver.has_batch_copy(stream) and not is_to_host:
             to, source, size = (
                 np.array([value], np.int64) for value in (dst, data.ctypes.data, data.size)
             )
@@ -92,14 +92,21 @@ class Uploader:
         )
 
     def _load(self) -> None:
-        if self._module is None:
-            module = c_void_p()
-            self._driver.call("cuModuleLoadData", byref(module), _KERNEL)
-            self._module = module.value
-            self._driver.call("cuModuleGetFunction", byref(self._function), module, _KERNEL_NAME)
-
-    def close(self) -> None:
-        """Unload the kernel. The context is current."""
+        """Have the kernel. All or nothing, so what failed once is tried again."""
         if self._module is not None:
-            self._driver.call("cuModuleUnload", self._module)
-            self._module = None
+            return
+        module, function = c_void_p(), c_void_p()
+        self._driver.call("cuModuleLoadData", byref(module), _KERNEL)
+        try:
+            self._driver.call("cuModuleGetFunction", byref(function), module, _KERNEL_NAME)
+        except DriverError:
+            self._driver.call("cuModuleUnload", module)
+            raise
+        self._module, self._function = module.value, function
+
+    def close(self, context: Context) -> None:
+        """Unload the kernel."""
+        if self._module is not None:
+            module, self._module = self._module, None
+            with context:
+                self._driver.call("cuModuleUnload", module)
