@@ -79,9 +79,13 @@ def test_pages_are_where_the_reference_puts_them(
     assert torch.equal(dst.cpu(), expected)
 
 
-_COMPILE = """
+_PRELUDE = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
+TARGET = GPUTarget("cuda", 90, 32)
+"""
+
+_COMPILE = """
 from triton.compiler import ASTSource
 from coldpage.kernels.page_copy import _copy_kernel as kernel
 names = kernel.arg_names
@@ -89,31 +93,69 @@ constants = {"UNIT": tl.int32, "ALIGNMENT": 16, "VECTOR": 4, "TILE_VECTORS": 204
 signature = {n: "constexpr" if n in constants else "i64" if n[-4:] == "base" else "i32"
              for n in names}
 signature["pairs"] = "i64"
-aligned = ("pairs", "dst_base", "src_base")
 source = ASTSource(
-    kernel,
-    signature,
-    {(names.index(n),): value for n, value in constants.items()},
-    {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    kernel, signature, {(names.index(n),): value for n, value in constants.items()}, {}
 )
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+compiled = triton.compile(source, target=TARGET, options={"num_warps": 16})
 print(compiled.asm["ptx"])
 """
 
+# Triton asks the hook before it compiles; one that says True is all that there is of compiling.
+_COUNT_COMPILED = """
+from triton.runtime import driver
+from coldpage.kernels.page_copy import PagePart, copy_part
 
-def test_a_pair_is_one_load_and_data_moves_in_vectors(tmp_path: Path) -> None:
-    """Compiled for a GPU that need not be there."""
+class Machine:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return TARGET
+
+driver.set_active(Machine())
+keys = set()
+triton.knobs.runtime.jit_cache_hook = lambda *, key, **rest: keys.add(key) or True
+ALIGNED, BASE = (1 << 40), (1 << 41)
+
+def count(num_bytes, pairs, num_pages, dst=BASE, src=ALIGNED, num_programs=4):
+    copy_part(pairs, num_pages, PagePart(dst, num_bytes, src, num_bytes, num_bytes), num_programs)
+    print(len(keys), end=" ")
+
+for pairs in (ALIGNED, ALIGNED + 8, ALIGNED + 512):
+    for num_pages in (16, 1, 17, 4096, 3):
+        count(16384, pairs, num_pages)
+count(16384, ALIGNED, 16, num_programs=1)
+count(16384, ALIGNED, 16, dst=BASE + 16, src=ALIGNED + 48)
+print()
+keys.clear()
+for dst, src in ((BASE + 4, ALIGNED), (BASE, ALIGNED + 4), (BASE + 4, ALIGNED + 4)):
+    count(4100, ALIGNED, 16, dst, src)
+"""
+
+
+def _run_without_interpreter(source: str, tmp_path: Path) -> str:
+    """What the script prints. It is for a GPU that need not be there."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(tmp_path)}
     # Triton reads the source of what it compiles, so it has to be a file.
-    script = tmp_path / "compile_it.py"
-    script.write_text(_COMPILE)
+    script = tmp_path / "run_it.py"
+    script.write_text(_PRELUDE + source)
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    loads = re.findall(r"\bld\.global\.\S+", done.stdout)
-    stores = re.findall(r"\bst\.global\.\S+", done.stdout)
+    return done.stdout
+
+
+def test_another_count_or_place_compiles_nothing(tmp_path: Path) -> None:
+    """The first copy of pages of a size pays for all: a compilation takes 0.3 s and more."""
+    large, odd = _run_without_interpreter(_COUNT_COMPILED, tmp_path).splitlines()
+    assert large.split() == ["1"] * 17
+    assert odd.split() == ["1"] * 3
+
+
+def test_a_pair_is_one_load_and_data_moves_in_vectors(tmp_path: Path) -> None:
+    found = _run_without_interpreter(_COMPILE, tmp_path)
+    loads = re.findall(r"\bld\.global\.\S+", found)
+    stores = re.findall(r"\bst\.global\.\S+", found)
     # Both indices of a page in one 64-bit load; then 16 bytes a thread, four at a time.
     assert loads == ["ld.global.b64", *["ld.global.v4.b32"] * 4]
     assert stores == ["st.global.v4.b32"] * 4

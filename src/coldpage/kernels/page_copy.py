@@ -50,7 +50,12 @@ class PagePart:
         return gcd(_VECTOR_BYTES, self.num_bytes, *places)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# What one call has and the next has not: Triton would compile once more for a number that happens
+# to be 1, or a multiple of 16. What alignment there is comes as a constant.
+_VARYING: Final = ("pairs", "dst_base", "src_base", "num_pages")
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _copy_kernel(  # type: ignore[no-untyped-def]
     pairs,
     dst_base,
