@@ -106,7 +106,13 @@ class Event(Completion):
 
 
 class Stream(abc.ABC):
-    """An in-order queue of asynchronous work."""
+    """An in-order queue of asynchronous work.
+
+    A call that raises SubmissionError may have enqueued a part of its work, unless it says
+    otherwise. That part keeps its place in the order, so an event recorded afterwards fences both
+    sides: whoever called waits for one before it gives sources or destinations to others. What the
+    destinations hold counts for nothing.
+    """
 
     name: str
 
@@ -132,7 +138,7 @@ class Stream(abc.ABC):
         [num_copies]).
 
         The arrays are consumed before the call returns. Destinations must not overlap each other or
-        any source. Raises SubmissionError, enqueuing nothing.
+        any source. Raises SubmissionError; then some of the copies may have been enqueued.
         """
 
     @abc.abstractmethod
@@ -150,7 +156,7 @@ class Stream(abc.ABC):
         """Enqueue the copy of ``data`` [num_bytes], ordinary memory of the host, to ``dst``.
 
         The array is consumed before the call returns; it need not be contiguous, and may be empty.
-        Raises SubmissionError, enqueuing nothing.
+        Raises SubmissionError; then a part of the bytes may have been enqueued.
         """
 
     @abc.abstractmethod
@@ -166,7 +172,7 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Block until all enqueued work has completed."""
+        """Block until all enqueued work has completed; when the device is closed, it has."""
 
 
 class Memory(abc.ABC):
@@ -267,7 +273,9 @@ class Device(abc.ABC):
         """A new stream, ordered with no other."""
 
     def wait_until_ready(self, memory: Memory, timeout_s: float) -> bool:
-        """Block until all bytes of the memory can be used; False when the time is over first."""
+        """Block until all bytes of the memory can be used; False when the time is over first. A
+        device that knows that they never will be raises DeviceError at once.
+        """
         deadline_s = time.monotonic() + timeout_s
         while memory.num_ready_bytes < memory.num_bytes:
             if time.monotonic() > deadline_s:
