@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coldpage.device.base import Device, MemoryKind
+from coldpage.device.cuda import CudaDevice
 from coldpage.errors import DeviceError
 from coldpage.testing.memory_access import allocate_ready, read_memory, write_memory
 from tests.gpu.page_rig import PATHS, PageRig
@@ -133,6 +134,47 @@ def test_both_directions_at_once(device: Device, path: str) -> None:
         assert np.array_equal(found, pool)
         start += pool.shape[1]
     rig.close()
+
+
+@_paths
+@pytest.mark.parametrize("handle", [0, 1, 2])
+@pytest.mark.parametrize("slot_bytes", [(64 * _KIB, 4099), (_MIB,)])
+def test_default_streams_of_somebody_else_move_pages(
+    device: Device, path: str, handle: int, slot_bytes: tuple[int, ...]
+) -> None:
+    """The legacy default stream by both handles, and that of the thread."""
+    assert isinstance(device, CudaDevice)
+    rig = PageRig(device, path, slot_bytes, 40)
+    stream = device.wrap_stream(handle, "default")
+    original = rig.fill_hot(6)
+    slots = np.arange(40)
+    rig.encode(slots, slots[::-1], stream)
+    rig.decode(slots, slots, stream)
+    stream.synchronize()
+    for pool, found in zip(original, rig.read_hot(), strict=True):
+        assert np.array_equal(found, pool[::-1])
+    rig.close()
+
+
+def test_a_copy_out_of_two_neighbours(device: Device) -> None:
+    """Pinned memories that lie side by side were registered apart."""
+    size = 8 * _MIB
+    memories = [allocate_ready(device, size, MemoryKind.PINNED) for _ in range(8)]
+    by_address = {memory.address: memory for memory in memories}
+    pairs = [(m, by_address[m.address + size]) for m in memories if m.address + size in by_address]
+    if not pairs:
+        pytest.skip("the kernel put no two memories side by side")
+    first, second = pairs[0]
+    first.array[:], second.array[:] = 1, 2
+    out = allocate_ready(device, 2 * size, MemoryKind.DEVICE)
+    stream = device.create_stream("copies")
+    stream.copy(np.array([out.address]), np.array([first.address]), np.array([2 * size]))
+    stream.synchronize()
+    found = read_memory(device, out)
+    assert (found[:size] == 1).all()
+    assert (found[size:] == 2).all()
+    for memory in (out, *memories):
+        memory.free()
 
 
 @pytest.mark.parametrize("slot_bytes", [(4096,), (100_003, 16), (_MIB,)])
