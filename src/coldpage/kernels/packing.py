@@ -43,7 +43,7 @@ def pack(x: torch.Tensor, kv_type: KVType) -> tuple[torch.Tensor, torch.Tensor |
     group = kv_type.group(x.shape[-1])
     if group is None:
         return x.to(kv_type.value_dtype), None
-    groups = x.float().reshape(*x.shape[:-1], -1, group)
+    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     values, scales = _PACKS[kv_type](groups)
     return values.flatten(-2), scales
 
@@ -56,7 +56,7 @@ def unpack(
     """
     if scales is None:
         return values.to(dtype)
-    groups = values.reshape(*scales.shape, -1)
+    groups = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
     numbers = _UNPACKS[kv_type](groups) * scales.float()[..., None]
     return numbers.flatten(-2).to(dtype)
 

@@ -1,0 +1,64 @@
+"""What launchers would give a GPU: their kernels are compiled for one, and nothing is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# A driver that knows a GPU of which there need be none. Tensors of the host stand for its own.
+_BEFORE = """
+import json, re
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from coldpage.kernels.kv_types import BF16, Q8_0, TURBO4, page_views
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+driver.set_active(Driver())
+compiled = []
+run = JITFunction.run
+
+def compile_only(self, *args, grid, warmup, **settings):
+    compiled.append(run(self, *args, grid=grid, warmup=True, **settings))
+
+JITFunction.run = compile_only
+
+def pages(kv_type, kv_heads=8, head_dim=128, tokens_per_block=16, num_slots=4):
+    num_bytes = kv_heads * tokens_per_block * kv_type.vector_bytes(head_dim)
+    pool = torch.zeros(num_slots, 3 * num_bytes, dtype=torch.uint8)[:, num_bytes:-num_bytes]
+    return page_views(pool, kv_type, tokens_per_block, kv_heads, head_dim)
+
+"""
+_AFTER = """
+print(json.dumps([re.findall(r"\\b(?:ld|st)\\.global\\S*|\\b(?:wg)?mma\\S*", k.asm["ptx"])
+                  for k in {id(k): k for k in compiled}.values()]))
+"""
+
+
+def memory_and_dot_instructions(launches: str, tmp_path: Path) -> list[Counter[str]]:
+    """Of the code for a Hopper GPU of each distinct kernel that ``launches`` (Python) launches."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _BEFORE + launches + _AFTER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Counter(found) for found in json.loads(done.stdout)]
