@@ -68,15 +68,24 @@ def split_at(copies: CopyList, boundaries: Int64Array) -> CopyList:
     """Cut copies in two where source or destination reaches across one of the sorted addresses.
     Pure.
     """
+    if not copies[2].size:
+        return copies
     for side in (0, 1):
         while True:
             start, sizes = copies[side], copies[2]
-            following = np.searchsorted(boundaries, start, side="right")
-            is_cut = following < np.searchsorted(boundaries, start + sizes, side="left")
+            stop = start + sizes
+            # One of the sides is mostly on the device, where there are no boundaries.
+            first = int(np.searchsorted(boundaries, start.min(), side="right"))
+            inside = boundaries[first : int(np.searchsorted(boundaries, stop.max(), side="left"))]
+            if not inside.size:
+                break
+            following = np.searchsorted(inside, start, side="right")
+            boundary = inside[np.minimum(following, inside.size - 1)]
+            is_cut = (start < boundary) & (boundary < stop)
             if not is_cut.any():
                 break
             head = sizes.copy()
-            head[is_cut] = boundaries[following[is_cut]] - start[is_cut]
+            head[is_cut] = (boundary - start)[is_cut]
             tails = [column[is_cut] + head[is_cut] for column in copies[:2]]
             tails.append((sizes - head)[is_cut])
             whole = (copies[0], copies[1], head)
