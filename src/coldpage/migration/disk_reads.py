@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.migration.disk_transfers import MAX_STAGED_PAGES, DiskEnd, Settlement, Transfer
+from coldpage.migration.disk_transfers import DiskEnd, Settlement, Transfer
 from coldpage.pools import LevelPools
 from coldpage.staging import StagingBuffer
 from coldpage.types import HOT_LEVEL, Int32Array
@@ -49,8 +49,9 @@ class DiskReads:
         if not self._queued:
             self._last_progress_s = self._end.clock()
         for batch in self._end.staged_batches(pages, disk, memory):
-            for start in range(0, batch.size, MAX_STAGED_PAGES):
-                self._queued.append((batch[start : start + MAX_STAGED_PAGES], disk, memory))
+            most = self._end.max_staged_pages(batch, disk)
+            for start in range(0, batch.size, most):
+                self._queued.append((batch[start : start + most], disk, memory))
         self._pump()
 
     def _pump(self) -> None:

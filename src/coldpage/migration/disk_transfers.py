@@ -25,12 +25,16 @@ from coldpage.staging import StagingBuffer, StagingRing
 from coldpage.store import BlobName
 from coldpage.types import HOT_LEVEL, Int32Array, Int64Array
 
-__all__ = ["MAX_STAGED_PAGES", "DiskEnd", "NamePages", "Settlement", "Transfer"]
+__all__ = ["DiskEnd", "NamePages", "Settlement", "Transfer"]
 
 _logger = logging.getLogger(__name__)
 
-# One staged transfer; small enough that decoding the first overlaps reading the next.
-MAX_STAGED_PAGES: Final = 32
+# Pages of one staged transfer: enough that what the owner's thread does for it is shared.
+_MAX_STAGED_PAGES: Final = 32
+# What it takes of the ring at most, unless that is less than a page. Staging comes back when a
+# transfer is over, so many small ones keep the disk busy while codecs fill and empty the others;
+# and reads, which have half of the ring, still have one for each I/O thread.
+_RING_PARTS: Final = 16
 _DIRECT_ALIGNMENT: Final = 4096
 
 # What each page holds, to be stored with it.
@@ -115,6 +119,11 @@ class DiskEnd:
         if memory.level == HOT_LEVEL:
             return self.moves.batches(pages, disk.codec)
         return self.moves.cold_batches(pages, memory, disk)
+
+    def max_staged_pages(self, batch: Int32Array, disk: LevelPools) -> int:
+        """How many pages of the batch one staged transfer may take."""
+        stride = self.moves.cold_page_bytes(disk.codec, batch)
+        return max(1, min(_MAX_STAGED_PAGES, self.ring.num_bytes // _RING_PARTS // stride))
 
     def lease(
         self, batch: Int32Array, disk: LevelPools, num_pages: int, *, for_stream: bool

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import Event
-from coldpage.migration.disk_transfers import MAX_STAGED_PAGES, DiskEnd, Settlement, Transfer
+from coldpage.migration.disk_transfers import DiskEnd, Settlement, Transfer
 from coldpage.pools import LevelPools
 from coldpage.staging import StagingBuffer
 from coldpage.types import HOT_LEVEL, Int32Array
@@ -54,27 +54,32 @@ class DiskWrites:
             return pages[:0]
         refused: list[Int32Array] = []
         for batch in self._end.staged_batches(pages, disk, memory):
-            for start in range(0, batch.size, MAX_STAGED_PAGES):
-                chunk = batch[start : start + MAX_STAGED_PAGES]
-                num_taken = self._stage(chunk, memory, disk)
-                refused.append(chunk[num_taken:])
+            stride = self._end.moves.cold_page_bytes(disk.codec, batch)
+            most = self._end.max_staged_pages(batch, disk)
+            rest = batch
+            while rest.size:
+                lease = self._end.lease(rest, disk, min(most, rest.size), for_stream=True)
+                if lease is None:
+                    break
+                chunk, rest = np.split(rest, [lease.num_bytes // stride])
+                if not self._stage(chunk, memory, disk, lease):
+                    refused.append(chunk)
+                self._begin()
+            refused.append(rest)
         return np.concatenate(refused) if refused else pages
 
-    def _stage(self, pages: Int32Array, memory: LevelPools, disk: LevelPools) -> int:
-        """Returns how many of the pages were taken."""
-        lease = self._end.lease(pages, disk, pages.size, for_stream=True)
-        if lease is None:
-            return 0
-        stride = self._end.moves.cold_page_bytes(disk.codec, pages)
-        pages = pages[: lease.num_bytes // stride]
+    def _stage(
+        self, pages: Int32Array, memory: LevelPools, disk: LevelPools, lease: StagingBuffer
+    ) -> bool:
+        """Returns whether the pages were taken; the lease is over if not."""
         event = self._fill(pages, memory, disk, lease)
         if event is None:
             lease.release()
-            return 0
+            return False
         transfer = self._end.staged(pages, disk, memory, lease)
         transfer.after = [event]
         self._start(transfer)
-        return int(pages.size)
+        return True
 
     def _fill(
         self, pages: Int32Array, memory: LevelPools, disk: LevelPools, lease: StagingBuffer
@@ -90,12 +95,21 @@ class DiskWrites:
         self._in_flight.append(transfer)
         self._write(transfer)
 
-    def _write(self, transfer: Transfer) -> None:
-        if transfer.is_ready():
-            jobs = transfer.group.disk.write_jobs(
-                transfer.disk_slots, transfer.addresses, transfer.names
-            )
-            transfer.batch = self._end.io.submit(jobs)
+    def _begin(self) -> None:
+        """Submit the I/O of what was encoded while the next was being staged."""
+        for transfer in self._in_flight:
+            if transfer.batch is None and not self._write(transfer):
+                return  # and neither will what was staged after it be ready
+
+    def _write(self, transfer: Transfer) -> bool:
+        """Returns whether the I/O was submitted: the memory was ready."""
+        if not transfer.is_ready():
+            return False
+        jobs = transfer.group.disk.write_jobs(
+            transfer.disk_slots, transfer.addresses, transfer.names
+        )
+        transfer.batch = self._end.io.submit(jobs)
+        return True
 
     # ------------------------------------------------------------------ advancing
 
