@@ -67,6 +67,14 @@ def test_the_version_is_shown() -> None:
     assert result.output.startswith("coldpage, version 0.")
 
 
+def test_cache_types_that_a_model_can_not_have_are_one_sentence() -> None:
+    arguments = ["verify", "--random-model", "--device", "cpu", "--cache-type-k", "turbo4"]
+    result = CliRunner().invoke(coldpage, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("coldpage: hot pages of keys as turbo4")
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["serve", "demo", "verify", "inspect", "clean"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, [command, "--help"])
@@ -84,6 +92,8 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         disk=f"{disk}:32MiB",
         block_tokens=32,
         dtype="float32",
+        cache_type_k="q8_0",
+        cache_type_v="turbo4",
         max_batch=3,
         max_waiting=5000,
         pool_ratio="0.7, 0.3",
@@ -99,6 +109,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert disk.is_dir()
     assert settings.model == str(model)
     assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
+    assert (settings.cache_type_k, settings.cache_type_v) == ("q8_0", "turbo4")
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
     assert settings.pool_ratio == (0.7, 0.3)
     assert (settings.instance_id, settings.shutdown_budget_s) == ("mine", 3.0)

@@ -32,37 +32,39 @@ class Arena:
 
     def __init__(
         self,
-        layers: list[tuple[int | None, int]],
+        layers: list[tuple[int | None, int, int]],
         num_slots: int,
         tokens_per_block: int,
         fill: int = 0xFF,
         device: torch.device | None = None,
     ) -> None:
-        """``layers``: (window, bytes of one buffer) each. ``device``: a GPU, or host memory."""
+        """``layers``: (window, bytes of keys, bytes of values) each. ``device``: a GPU, or host
+        memory."""
         self.tokens_per_block = tokens_per_block
         self.num_slots = num_slots
-        windows = list(dict.fromkeys(window for window, _ in layers))
-        self._group_of = [LayerGroupId(windows.index(window)) for window, _ in layers]
-        slot_bytes = [sum(2 * b for w, b in layers if w == window) for window in windows]
+        windows = list(dict.fromkeys(window for window, _, _ in layers))
+        self._group_of = [LayerGroupId(windows.index(window)) for window, _, _ in layers]
+        slot_bytes = [sum(k + v for w, k, v in layers if w == window) for window in windows]
         self.pools = [np.full((num_slots, n), fill, np.uint8) for n in slot_bytes]
         is_on_gpu = device is not None and device.type == "cuda"
         self.gpu_pools = [torch.from_numpy(p).to(device) for p in self.pools] if is_on_gpu else []
-        self._offsets: list[tuple[int, int]] = []
+        self._spans: list[tuple[int, int, int]] = []  # where keys, values and what follows begin
         used = [0] * len(windows)
-        for (_, num_bytes), group in zip(layers, self._group_of, strict=True):
-            self._offsets.append((used[group], num_bytes))
-            used[group] += 2 * num_bytes
+        for (_, key_bytes, value_bytes), group in zip(layers, self._group_of, strict=True):
+            first, split = used[group], used[group] + key_bytes
+            used[group] = split + value_bytes
+            self._spans.append((first, split, used[group]))
         self.num_groups = len(windows)
 
     def hot_array(self, layer_id: LayerId, role: BufferRole) -> npt.NDArray[np.uint8] | DeviceBytes:
-        offset, num_bytes = self._offsets[layer_id]
-        first = offset + (num_bytes if role == "value" else 0)
+        begin, split, end = self._spans[layer_id]
+        first, stop = (split, end) if role == "value" else (begin, split)
         group = self._group_of[layer_id]
         if self.gpu_pools:
             pool = self.gpu_pools[group]
             address = MemAddress(pool.data_ptr() + first)
-            return DeviceBytes(address, self.num_slots, num_bytes, pool.shape[1])
-        return self.pools[group][:, first : first + num_bytes]
+            return DeviceBytes(address, self.num_slots, stop - first, pool.shape[1])
+        return self.pools[group][:, first:stop]
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
         return self._group_of[layer_id]
@@ -78,7 +80,7 @@ class Table:
         return self.slots[layer_group_id]
 
 
-def make_tiny(kind: str, seed: int = 0) -> PreTrainedModel:
+def make_tiny(kind: str, seed: int = 0, head_dim: int = 8) -> PreTrainedModel:
     """A model of two to four layers in f32 whose logits vary enough that a wrong key shows."""
     torch.manual_seed(seed)
     common = {
@@ -96,14 +98,14 @@ def make_tiny(kind: str, seed: int = 0) -> PreTrainedModel:
     }
     model: PreTrainedModel
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, head_dim=8, **common))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, head_dim=head_dim, **common))
     elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **common))
+        model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, head_dim=head_dim, **common))
     else:
         config = Gemma3TextConfig(
             num_hidden_layers=4,
-            head_dim=8,
-            query_pre_attn_scalar=8,
+            head_dim=head_dim,
+            query_pre_attn_scalar=head_dim,
             sliding_window=8,
             layer_types=[
                 "sliding_attention",

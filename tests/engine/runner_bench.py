@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coldpage.engine.geometry import LayerGeometry
+from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.model import LoadedModel
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from tests.engine.arena import TOKENS_PER_BLOCK, Arena, Table, make_tiny
@@ -27,22 +28,29 @@ class Bench:
         fill: int = 0xFF,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        *,
+        tokens_per_block: int = TOKENS_PER_BLOCK,
+        head_dim: int = 8,
+        types: HotTypes | None = None,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
         self.device = device
-        self.reference: PreTrainedModel = make_tiny(kind).to(device, dtype)
+        self.tokens_per_block = tokens_per_block
+        self.reference: PreTrainedModel = make_tiny(kind, head_dim=head_dim).to(device, dtype)
         config = self.reference.config
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        types = (
+        kinds = (
             getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         )
-        windows = [config.sliding_window if t == "sliding_attention" else None for t in types]
+        windows = [config.sliding_window if t == "sliding_attention" else None for t in kinds]
         layers = tuple(LayerGeometry(config.num_key_value_heads, head_dim, w) for w in windows)
         self.windows = list(dict.fromkeys(windows))
-        num_bytes = TOKENS_PER_BLOCK * config.num_key_value_heads * head_dim * dtype.itemsize
-        layer_bytes = [(w, num_bytes) for w in windows]
-        self.arena = Arena(layer_bytes, NUM_SLOTS, TOKENS_PER_BLOCK, fill, device)
+        types = types or HotTypes.plain(dtype)
+        num_vectors = tokens_per_block * config.num_key_value_heads
+        key_bytes, value_bytes = (
+            num_vectors * t.vector_bytes(head_dim) for t in (types.key, types.value)
+        )
+        layer_bytes = [(w, key_bytes, value_bytes) for w in windows]
+        self.arena = Arena(layer_bytes, num_slots, tokens_per_block, fill, device)
         loaded = LoadedModel(
             model=copy.deepcopy(self.reference),
             tokenizer=None,  # type: ignore[arg-type]  # a runner sees token ids only
@@ -51,15 +59,17 @@ class Bench:
             dtype=dtype,
             layers=layers,
             eos_token_ids=frozenset(),
+            hot_types=types,
             fingerprint=b"",
         )
         self.runner = ModelRunner(loaded, self.arena)
+        self.loaded = loaded
         rng = np.random.default_rng(seed)
-        self._free = [list(rng.permutation(NUM_SLOTS)) for _ in self.windows]
+        self._free = [list(rng.permutation(num_slots)) for _ in self.windows]
 
     def table(self, num_tokens: int) -> Table:
         """A block table of shuffled slots for a sequence of at most ``num_tokens``."""
-        num_blocks = -(-num_tokens // TOKENS_PER_BLOCK)
+        num_blocks = -(-num_tokens // self.tokens_per_block)
         return Table([np.array([free.pop() for _ in range(num_blocks)]) for free in self._free])
 
     def own_logits(self, tokens: np.ndarray) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coldpage.engine import runner, step_plan
+from coldpage.engine import attention_choice, step_plan
 from coldpage.engine.dense_attention import (
     CudaAttention,
     CudaOperators,
@@ -94,7 +94,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     """Runners made in the test attend as on CUDA."""
     made = StandIns()
     monkeypatch.setattr(
-        runner,
+        attention_choice,
         "dense_attention",
         lambda device, dtype, head_dim: CudaAttention(made.operators(dtype)),
     )

@@ -73,7 +73,7 @@ def test_pages_of_a_model_on_the_cpu_lie_in_host_memory() -> None:
 
 def test_pages_must_lie_where_the_model_computes() -> None:
     key = BufferRole("key")
-    layers: list[tuple[int | None, int]] = [(None, 16)]
+    layers: list[tuple[int | None, int, int]] = [(None, 16, 16)]
     pages = hot_pages(Arena(layers, 3, 4), LayerId(0), key, CPU)
     assert pages.shape == (3, 16) and pages.dtype == torch.uint8
     arena = Arena(layers, 3, 4)

@@ -42,7 +42,7 @@ def paged(loaded: LoadedModel, num_tokens: int) -> tuple[ModelRunner, list[Table
     """A runner of a model object of its own, and tables of two sequences in shuffled slots."""
     sizes = TOKENS_PER_BLOCK * loaded.dtype.itemsize
     layers = [
-        (layer.sliding_window_tokens, sizes * layer.num_kv_heads * layer.head_dim)
+        (layer.sliding_window_tokens, *[sizes * layer.num_kv_heads * layer.head_dim] * 2)
         for layer in loaded.layers
     ]
     num_blocks = -(-num_tokens // TOKENS_PER_BLOCK)

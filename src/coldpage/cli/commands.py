@@ -14,7 +14,7 @@ from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.instance_commands import run_clean, run_inspect
 from coldpage.cli.tiers import DEFAULT_GPU_HOT_FRACTION, DEFAULT_TIERS
 from coldpage.config import DiskAdmission
-from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
+from coldpage.engine.settings import CACHE_TYPES, DemoOptions, Injection, VerifyOptions
 from coldpage.errors import ConfigurationError
 
 __all__ = ["clean", "coldpage", "demo", "inspect", "serve", "verify"]
@@ -64,6 +64,19 @@ def _dtype_flag(command: _Command) -> _Command:
     )(command)
 
 
+def _cache_type_flags(command: _Command) -> _Command:
+    for name, what in (("v", "values"), ("k", "keys")):
+        command = click.option(
+            f"--cache-type-{name}",
+            type=click.Choice(CACHE_TYPES),
+            default=CACHE_TYPES[0],
+            show_default=True,
+            help=f"How hot pages hold {what}; auto: in the model's number type. q8_0 (8 bits) and "
+            "turbo4 (4) hold more tokens and change the answers a little.",
+        )(command)
+    return command
+
+
 def _size_help(text: str, tier: str, resource: str) -> str:
     return f"{text} 512MiB, 8GiB or a percentage of {resource}. [default: {DEFAULT_TIERS[tier]}]"
 
@@ -72,6 +85,7 @@ def _size_help(text: str, tier: str, resource: str) -> str:
 @_model_flags
 @device_flag
 @_dtype_flag
+@_cache_type_flags
 @click.option(
     "--hot",
     metavar="SIZE",
@@ -215,6 +229,7 @@ def _run_flags(command: _Command) -> _Command:
 @_model_flags
 @device_flag
 @_dtype_flag
+@_cache_type_flags
 @_run_flags
 def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
     """Play conversations on a hot tier that holds a few of them, and time each turn.
@@ -244,6 +259,7 @@ def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
     help="Instead of MODEL, a small model with random weights, made for the run.",
 )
 @device_flag
+@_cache_type_flags
 @_run_flags
 @click.option(
     "--inject",
@@ -257,12 +273,14 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
     """Prove that tiers change nothing: compare bytes, logits and tokens. Exits 1 on a difference.
 
     A run under pressure is recorded, replayed on a hot tier that holds everything, and compared
-    with plain transformers, all in float32.
+    with plain transformers, all in float32. Other cache types lose something against plain
+    transformers, and are compared with the replay alone.
 
     \b
     Examples:
       coldpage verify
       coldpage verify --inject flip
+      coldpage verify --cache-type-k q8_0 --cache-type-v turbo4
       coldpage verify --device cuda --random-model
     """
     with failures_as_sentences():

@@ -49,6 +49,8 @@ class ServeFlags:
     block_tokens: int = 16
     device: str = "auto"
     dtype: str = "auto"
+    cache_type_k: str = "auto"
+    cache_type_v: str = "auto"
     bind: str = "127.0.0.1"
     port: int = 8080
     max_batch: int = 8
@@ -123,6 +125,8 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         model=model,
         device=flags.device,
         dtype=flags.dtype,
+        cache_type_k=flags.cache_type_k,
+        cache_type_v=flags.cache_type_v,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
         max_waiting=flags.max_waiting,
@@ -193,9 +197,10 @@ class StartReport:
         }
         if self._settings.disk_path is not None:
             places["disk"] = self._settings.disk_path
+        types = f" with {ready.cache_types}" if ready.cache_types else ""
         table = Table(
-            title=f"{ready.model_name}, {ready.dtype}, context {ready.context_tokens:,} tokens,"
-            f" {ready.tokens_per_block} tokens a block"
+            title=f"{ready.model_name}, {ready.dtype}{types},"
+            f" context {ready.context_tokens:,} tokens, {ready.tokens_per_block} tokens a block"
         )
         table.add_column("tier")
         table.add_column("size", justify="right")

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from coldpage.config import CacheTierConfig, KVCacheManagerConfig
 from coldpage.device.base import Device
+from coldpage.engine.hot_types import choose_hot_types, why_unsupported
 from coldpage.engine.model import LoadedModel, manager_layers
 from coldpage.engine.requests import TextStream
 from coldpage.engine.steps import ServedModel
+from coldpage.errors import ConfigurationError
 from coldpage.manager import KVCacheManager
 from coldpage.types import Int32Array
 
-__all__ = ["MAX_LOCKED_FRACTION", "block_bytes", "build_manager", "served_model"]
+__all__ = [
+    "MAX_LOCKED_FRACTION",
+    "block_bytes",
+    "build_manager",
+    "served_model",
+    "with_hot_types",
+]
 
 # Of the hot level; the rest is what running sequences grow into.
 MAX_LOCKED_FRACTION: Final = 0.97
+
+
+def with_hot_types(
+    model: LoadedModel, key_name: str, value_name: str, tokens_per_block: int
+) -> LoadedModel:
+    """The same model whose hot pages hold keys and values in the types of these names.
+
+    Raises ConfigurationError where its device, number type or head size does not go with them.
+    """
+    types = choose_hot_types(key_name, value_name, model.dtype)
+    model = dataclasses.replace(model, hot_types=types)
+    _require_supported(model, tokens_per_block)
+    return model
+
+
+def _require_supported(model: LoadedModel, tokens_per_block: int) -> None:
+    head_dims = [layer.head_dim for layer in model.layers]
+    device = model.model.device
+    sentence = why_unsupported(model.hot_types, head_dims, tokens_per_block, model.dtype, device)
+    if sentence is not None:
+        raise ConfigurationError(sentence)
 
 
 def block_bytes(model: LoadedModel, tokens_per_block: int) -> int:
@@ -39,13 +69,14 @@ def build_manager(
     was not closed cleanly have been looked at, and of how many. Raises ConfigurationError or
     StorageError.
     """
+    _require_supported(model, tokens_per_block)
     return KVCacheManager(
         KVCacheManagerConfig(
             tokens_per_block,
             tuple(tiers),
             manager_layers(model, tokens_per_block),
             MAX_LOCKED_FRACTION,
-            model.fingerprint,
+            model.page_fingerprint,
             initial_pool_ratio=pool_ratio,
         ),
         device=device,

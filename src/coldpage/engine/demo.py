@@ -19,6 +19,7 @@ from coldpage.engine.assembly import (
     MAX_LOCKED_FRACTION,
     block_bytes,
     build_manager,
+    with_hot_types,
 )
 from coldpage.engine.conversations import (
     ANSWER_TOKENS,
@@ -63,14 +64,16 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         model = load_model(
             options.model, dtype, lambda text: progress.update(task, description=text), device
         )
+        model = with_hot_types(
+            model, options.cache_type_k, options.cache_type_v, options.tokens_per_block
+        )
         progress.remove_task(task)
         with _managers(model, options) as (manager, plain_manager):
             rows = _play_and_recompute(model, options, manager, plain_manager, progress)
             moved = dict(manager.stats().moved_pages)
             levels = manager.stats().levels
     sizes = ", ".join(f"{level.name} {level.capacity_tokens:,} tokens" for level in levels)
-    kind = str(dtype).removeprefix("torch.")
-    console.print(f"{model.name}, {kind} on {device}; tiers: {sizes}")
+    console.print(f"{model.name}, {model.form} on {device}; tiers: {sizes}")
     console.print(_table(rows, options.num_conversations))
     _summarize(console, rows, moved)
     return 0

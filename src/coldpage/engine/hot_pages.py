@@ -9,9 +9,12 @@ import numpy.typing as npt
 import torch
 
 from coldpage.device.base import DeviceBytes
+from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
+from coldpage.engine.paged_attention import LayerPages
+from coldpage.kernels.kv_types import page_views
 from coldpage.types import BufferRole, LayerGroupId, LayerId
 
-__all__ = ["PageSource", "hot_pages"]
+__all__ = ["PageSource", "hot_pages", "layer_pages"]
 
 
 class PageSource(Protocol):
@@ -43,3 +46,19 @@ def hot_pages(
         return pages
     assert device.type == "cpu", "the hot pool is not on the model's device"
     return torch.from_numpy(array)
+
+
+def layer_pages(model: LoadedModel, manager: PageSource, layer_id: LayerId) -> LayerPages:
+    """Keys and values of one layer as views of the pool, valid as long."""
+    geometry = model.layers[layer_id]
+    keys, values = (
+        page_views(
+            hot_pages(manager, layer_id, role, model.model.device),
+            kv_type,
+            manager.tokens_per_block,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+        )
+        for role, kv_type in ((KEY_ROLE, model.hot_types.key), (VALUE_ROLE, model.hot_types.value))
+    )
+    return LayerPages(keys, values, geometry.sliding_window_tokens)

@@ -54,7 +54,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """What the engine process is started with. No bytes for the host or disk tier: it is left out.
 
     ``model`` None is the bundled model; ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``;
-    ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; on a GPU the hot tier gets
+    ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; the cache types are how keys and values are
+    kept hot (``engine.settings.CACHE_TYPES``); on a GPU the hot tier gets
     ``gpu_hot_fraction`` of what is free there once the weights are loaded, None: ``hot_bytes`` too;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
@@ -73,6 +74,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    cache_type_k: str = "auto"
+    cache_type_v: str = "auto"
     tokens_per_block: int = 16
     max_batch: int = 8
     max_waiting: int = 64
@@ -198,6 +201,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     tiers: tuple[TierStats, ...]
     instance_id: str = ""  # of the disk tier; empty: there is none
     device: str = "cpu"  # or a GPU, such as cuda:0
+    cache_types: str = ""  # how keys and values are kept hot; empty: in the model's own type
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):

@@ -35,6 +35,7 @@ from transformers import (
 
 from coldpage.config import AttentionLayerConfig, BufferConfig
 from coldpage.engine.geometry import LayerGeometry, measure_layers
+from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.placement import compute_exactly
 from coldpage.errors import ModelError
 from coldpage.types import BufferRole, LayerId
@@ -88,7 +89,8 @@ class LoadedModel:
     """A model ready to run: evaluation mode, no gradients.
 
     ``fingerprint`` is a SHA-256 of the configuration, dtype, weights and tokenizer: pages of models
-    with equal fingerprints are interchangeable.
+    with equal fingerprints are interchangeable, if they are of one type. ``hot_types`` is how its
+    hot pages hold keys and values.
     """
 
     model: PreTrainedModel
@@ -98,7 +100,20 @@ class LoadedModel:
     dtype: torch.dtype
     layers: tuple[LayerGeometry, ...]
     eos_token_ids: frozenset[int]
+    hot_types: HotTypes
     fingerprint: bytes = field(repr=False)
+
+    @property
+    def form(self) -> str:
+        """For people: the number type, and how keys and values are kept hot if in another."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.hot_types.is_plain(self.dtype) else f"{name} with {self.hot_types}"
+
+    @property
+    def page_fingerprint(self) -> bytes:
+        """What pages of the model are known by: the model, and the form in which they lie hot. A
+        type that loses something is in it, so its pages are never taken for exact ones."""
+        return hashlib.sha256(self.fingerprint + self.hot_types.identity.encode()).digest()
 
 
 def load_model(
@@ -147,19 +162,24 @@ def describe_model(
         dtype=model.dtype,
         layers=measure_layers(model, name),
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        hot_types=HotTypes.plain(model.dtype),
         fingerprint=_fingerprint(model, weights_digest),
     )
 
 
 def manager_layers(model: LoadedModel, tokens_per_block: int) -> tuple[AttentionLayerConfig, ...]:
     """The layers as a manager's configuration takes them. Pure."""
+    types = ((KEY_ROLE, model.hot_types.key), (VALUE_ROLE, model.hot_types.value))
     configs = []
     for index, layer in enumerate(model.layers):
-        num_bytes = tokens_per_block * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize
+        num_vectors = tokens_per_block * layer.num_kv_heads
         configs.append(
             AttentionLayerConfig(
                 layer_id=LayerId(index),
-                buffers=(BufferConfig(KEY_ROLE, num_bytes), BufferConfig(VALUE_ROLE, num_bytes)),
+                buffers=tuple(
+                    BufferConfig(role, num_vectors * kv_type.vector_bytes(layer.head_dim))
+                    for role, kv_type in types
+                ),
                 sliding_window_tokens=layer.sliding_window_tokens,
             )
         )

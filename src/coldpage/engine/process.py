@@ -27,7 +27,7 @@ from coldpage.config import (
     HostTierConfig,
 )
 from coldpage.engine.admission import EngineLimits
-from coldpage.engine.assembly import build_manager, served_model
+from coldpage.engine.assembly import build_manager, served_model, with_hot_types
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
 from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
@@ -134,9 +134,7 @@ def _start_and_serve(
                 scheduler,
                 manager,
                 save_path=settings.save_path,
-                origin=Origin(
-                    tokenizer_fingerprint(model.tokenizer), str(model.dtype).removeprefix("torch.")
-                ),
+                origin=Origin(tokenizer_fingerprint(model.tokenizer), model.form),
             )
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error
@@ -154,6 +152,9 @@ def _build(
     """The model, and a manager that ``stack`` closes, with the device that holds its pages."""
     device = choose_device(settings.device)
     model = load_model(settings.model, choose_dtype(settings.dtype, device), progress, device)
+    model = with_hot_types(
+        model, settings.cache_type_k, settings.cache_type_v, settings.tokens_per_block
+    )
     progress("making room for the cache")
     if device.type == "cuda" and settings.gpu_hot_fraction is not None:
         hot_bytes = int(settings.gpu_hot_fraction * free_gpu_bytes(device))
@@ -201,6 +202,7 @@ def _serve(
             tiers=tier_stats(manager),
             instance_id=", ".join(manager.instance_ids),
             device=str(model.model.device),
+            cache_types="" if model.hot_types.is_plain(model.dtype) else str(model.hot_types),
         )
     )
     intake = Intake(channel, model, loop.commands)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from coldpage.engine.hot_pages import hot_pages
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
+from coldpage.engine.hot_pages import layer_pages
+from coldpage.engine.model import LoadedModel
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.steps import ScheduledItem
 from coldpage.types import BlockOrdinal, Int32Array, LayerGroupId, LayerId
@@ -70,12 +70,14 @@ class PageHasher:
 
     def __init__(self, model: LoadedModel, manager: KVCacheManager) -> None:
         self._tokens_per_block = manager.tokens_per_block
+        # Views of [num_slots, tokens_per_block, ...]: values and scales, of keys and of values.
         self._buffers: dict[LayerGroupId, list[torch.Tensor]] = {}
         for index in range(len(model.layers)):
             layer_id = LayerId(index)
             buffers = self._buffers.setdefault(manager.layer_group_of(layer_id), [])
-            for role in (KEY_ROLE, VALUE_ROLE):
-                buffers.append(hot_pages(manager, layer_id, role, model.model.device))
+            pages = layer_pages(model, manager, layer_id)
+            for part in (pages.keys, pages.values):
+                buffers += [part.values] if part.scales is None else [part.values, part.scales]
 
     def digests(self, kv_cache: KVCache, num_tokens: int) -> PageDigests:
         """Hashes of the pages that hold the first ``num_tokens`` positions; missing and stale
@@ -87,7 +89,7 @@ class PageHasher:
             slots = kv_cache.page_indices(group_id)[: -(-num_tokens // self._tokens_per_block)]
             wanted = [b for b in np.flatnonzero(slots >= 0).tolist() if b not in missing]
             rows = torch.from_numpy(slots[wanted].astype(np.int64)).to(buffers[0].device)
-            pages = [buffer[rows].cpu().numpy() for buffer in buffers]
+            pages = [_bytes_of(buffer[rows]) for buffer in buffers]
             for place, block in enumerate(wanted):
                 num_written = min(
                     self._tokens_per_block, num_tokens - block * self._tokens_per_block
@@ -97,11 +99,19 @@ class PageHasher:
                 )
         return found
 
-    def _digest(self, buffers: list[npt.NDArray[np.uint8]], num_tokens: int) -> bytes:
+    @staticmethod
+    def _digest(buffers: list[npt.NDArray[np.uint8]], num_tokens: int) -> bytes:
         digest = xxhash.xxh3_128()
         for buffer in buffers:
-            digest.update(buffer[: buffer.size // self._tokens_per_block * num_tokens].data)
+            digest.update(np.ascontiguousarray(buffer[:num_tokens]).data)
         return digest.digest()
+
+
+def _bytes_of(pages: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """[num_pages, tokens_per_block, ...] as bytes [num_pages, tokens_per_block, bytes], on the
+    host."""
+    num_bytes: npt.NDArray[np.uint8] = pages.flatten(2).contiguous().view(torch.uint8).cpu().numpy()
+    return num_bytes
 
 
 class Recorder:

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from coldpage.manager import KVCacheManager
     from coldpage.sequence import KVCache
 
-__all__ = ["RECOMPUTED_TOLERANCE", "Comparison", "Replay"]
+__all__ = ["Comparison", "Replay"]
 
 # Logits after a recomputed block: another chunk shape rounds differently (float32).
-RECOMPUTED_TOLERANCE: Final = 1e-4
+_RECOMPUTED_TOLERANCE: Final = 1e-4
+# The same where storing rounds: a number on the border goes to the other side. 0.002 was seen with
+# q8_0; logits of another text differ by more than 1.
+_RECOMPUTED_LOSSY_TOLERANCE: Final = 0.25
 # Differences described one by one; further ones are only counted.
 _MAX_SENTENCES: Final = 10
 
@@ -30,6 +33,7 @@ _MAX_SENTENCES: Final = 10
 class Comparison:
     """What was compared, and what differed."""
 
+    tolerance: float = _RECOMPUTED_TOLERANCE  # of logits after a recomputed block
     num_pages: int = 0  # restored pages equal byte for byte
     num_rows: int = 0  # logit rows equal bit for bit
     num_close_rows: int = 0  # logit rows after a recomputed block, equal within the tolerance
@@ -55,7 +59,10 @@ class Replay:
         manager: KVCacheManager,
         runner: ModelRunner,
         hasher: PageHasher,
+        *,
+        is_lossy: bool = False,
     ) -> None:
+        """``is_lossy``: hot pages hold rounded numbers."""
         self._recorder = recorder
         self._conversation_of = conversation_of
         self._manager = manager
@@ -65,7 +72,9 @@ class Replay:
         # The first recomputed block of each conversation that has one.
         self._first_recomputed: dict[str, BlockOrdinal] = {}
         self._expected: dict[str, int] = {}  # the token that the replay chose last, by request
-        self.comparison = Comparison()
+        self.comparison = Comparison(
+            _RECOMPUTED_LOSSY_TOLERANCE if is_lossy else _RECOMPUTED_TOLERANCE
+        )
 
     def run(self, on_step: Callable[[int], None]) -> Comparison:
         """Replay everything; ``on_step`` gets the number of steps done."""
@@ -178,7 +187,7 @@ class Replay:
             return
         largest = float((seen - expected).abs().max())
         comparison.largest_close_difference = max(comparison.largest_close_difference, largest)
-        if largest <= RECOMPUTED_TOLERANCE:
+        if largest <= comparison.tolerance:
             comparison.num_close_rows += len(seen)
         else:
             comparison.differ(f"{where} differ by {largest:.1e} after a recomputed block")

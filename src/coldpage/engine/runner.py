@@ -16,14 +16,14 @@ from coldpage.engine.attention import (
     CURRENT_CACHE,
     PagedCache,
     PagedLayer,
-    Scratch,
     register_attention,
 )
-from coldpage.engine.dense_attention import dense_attention
+from coldpage.engine.attention_choice import choose_attention
 from coldpage.engine.geometry import cache_argument
-from coldpage.engine.hot_pages import PageSource, hot_pages
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
-from coldpage.engine.step_plan import GroupPlan, ItemSpan, plan_group
+from coldpage.engine.hot_pages import PageSource, layer_pages
+from coldpage.engine.model import LoadedModel
+from coldpage.engine.paged_attention import PagedAttention, Scratch
+from coldpage.engine.step_plan import GroupPlan, ItemSpan
 from coldpage.engine.upload import to_device
 from coldpage.types import Int32Array, LayerGroupId, LayerId
 
@@ -72,22 +72,17 @@ class ModelRunner:
         self._dtype = model.dtype
         self._tokens_per_block = manager.tokens_per_block
         scratch = Scratch(model.dtype, self._device)
+        attention_of: dict[int, PagedAttention] = {}  # by head size
         layers = []
         self._layers_of: dict[LayerGroupId, list[PagedLayer]] = {}
         for index, geometry in enumerate(model.layers):
             layer_id = LayerId(index)
-            shape = (manager.tokens_per_block, geometry.num_kv_heads, geometry.head_dim)
-            keys, values = (
-                hot_pages(manager, layer_id, role, self._device).view(model.dtype).view(-1, *shape)
-                for role in (KEY_ROLE, VALUE_ROLE)
-            )
-            layer = PagedLayer(
-                keys,
-                values,
-                geometry.sliding_window_tokens,
-                scratch,
-                dense_attention(self._device, model.dtype, geometry.head_dim),
-            )
+            head_dim = geometry.head_dim
+            if head_dim not in attention_of:
+                attention_of[head_dim] = choose_attention(
+                    self._device, model.dtype, head_dim, scratch
+                )
+            layer = PagedLayer(layer_pages(model, manager, layer_id), attention_of[head_dim])
             layers.append(layer)
             self._layers_of.setdefault(manager.layer_group_of(layer_id), []).append(layer)
         self._cache = PagedCache(layers)
@@ -171,11 +166,15 @@ class ModelRunner:
                 )
                 for row, item in zip(rows, items, strict=False)
             ]
-            window = layers[0].window
-            assert all(layer.window == window for layer in layers), (
+            first = layers[0]
+            window = first.pages.window
+            assert all(layer.pages.window == window for layer in layers), (
                 "a layer group mixes sliding windows"
             )
-            plans.append(plan_group(spans, self._tokens_per_block, window, self._dtype))
+            reads_back = first.pages.reads_back(self._dtype)
+            plans.append(
+                first.attention.plan(spans, self._tokens_per_block, window, reads_back=reads_back)
+            )
         return plans
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["DemoOptions", "Injection", "VerifyOptions"]
+__all__ = ["CACHE_TYPES", "DemoOptions", "Injection", "VerifyOptions"]
+
+# How keys and values can be kept hot, for commands that start without torch: ``auto``, the model's
+# own type, and the names of kernels.kv_types.
+CACHE_TYPES: Final = ("auto", "f32", "f16", "bf16", "q8_0", "turbo4")
 
 
 class Injection(enum.Enum):
@@ -20,13 +25,15 @@ class Injection(enum.Enum):
 class DemoOptions:
     """``coldpage demo``: conversations that take turns on a hot level which holds a few of them.
 
-    ``model`` None is the bundled model. ``disk_directory`` None is a temporary directory, removed
-    afterwards.
+    ``model`` None is the bundled model. The cache types are CACHE_TYPES. ``disk_directory`` None is
+    a temporary directory, removed afterwards.
     """
 
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    cache_type_k: str = "auto"
+    cache_type_v: str = "auto"
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2
@@ -41,12 +48,15 @@ class VerifyOptions:
     ``generate``, compared.
 
     ``model`` None is the bundled model; ``has_random_model``: a small one made for the run instead.
-    ``disk_directory`` None is a temporary directory, removed afterwards.
+    The cache types are CACHE_TYPES; with other types than float32 ``generate`` says something else,
+    so it is no witness. ``disk_directory`` None is a temporary directory, removed afterwards.
     """
 
     model: str | None = None
     has_random_model: bool = False
     device: str = "auto"
+    cache_type_k: str = "auto"
+    cache_type_v: str = "auto"
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2

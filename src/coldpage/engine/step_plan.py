@@ -1,11 +1,12 @@
 """The index tensors of one step: from block tables to what attention gathers, writes and masks.
 
-Made once per layer group and step, so that no layer computes an index.
+Made once per layer group and step, so that no layer computes an index. What decodes is planned for
+operators that know no pages: for those that do, see ``kernel_plan``.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ import torch
 
 from coldpage.engine.dense_attention import BIAS_ALIGNMENT
 from coldpage.types import Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from coldpage.kernels.decode_attention import DecodeBatch
 
 __all__ = [
     "MIN_TILE_TOKENS",
@@ -25,7 +29,10 @@ __all__ = [
     "Merge",
     "Tile",
     "Write",
+    "index_tensor",
+    "plan_chunk",
     "plan_group",
+    "write_places",
 ]
 
 # Tokens of one decode segment. On 2 cores with 3 KV heads 512 halves the time of 1,500 tokens
@@ -76,7 +83,6 @@ class DecodePlan(NamedTuple):
     num_items: int
     num_segments: int
     segment_tokens: int
-    rows: torch.Tensor | None  # [num_items] in the packed row; None: the row is just these items
     slots: torch.Tensor  # [num_segments * blocks of a segment]
     # One segment in all: the live range of it. Else what is dead is zeroed and masked.
     live: tuple[int, int] | None
@@ -103,13 +109,16 @@ class ChunkPlan(NamedTuple):
     num_tokens: int
     history: Gather | None
     tiles: tuple[Tile, ...]  # empty: the history needs no mask
+    whole: Gather | None  # history and new tokens, of a plan for attention that reads these back
 
 
 class GroupPlan(NamedTuple):
     """One step's index tensors for the layers of one layer group."""
 
     write: Write
-    decode: DecodePlan | None
+    # [num_items] in the packed row; None: the row is just the items of one token, or has none.
+    decode_rows: torch.Tensor | None
+    decode: DecodePlan | DecodeBatch | None
     chunks: tuple[ChunkPlan, ...]
 
 
@@ -119,33 +128,38 @@ def plan_group(
     """Pure: the index tensors of a step for the layers with this window whose pages ``items``
     name."""
     decode = [item for item in items if item.num_tokens == 1]
+    is_mixed = 0 < len(decode) < len(items)
+    slots, offsets = write_places(items, tokens_per_block, window)
+    kept = None if (slots >= 0).all() else np.flatnonzero(slots >= 0)
+    if kept is not None:
+        slots, offsets = slots[kept], offsets[kept]
     return GroupPlan(
-        write=_plan_write(items, tokens_per_block, window),
-        decode=_plan_decode(decode, len(decode) < len(items), tokens_per_block, window, dtype)
-        if decode
-        else None,
+        write=Write(
+            index_tensor(slots),
+            index_tensor(offsets),
+            None if kept is None else index_tensor(kept),
+        ),
+        decode_rows=index_tensor([item.row for item in decode]) if is_mixed else None,
+        decode=_plan_decode(decode, tokens_per_block, window, dtype) if decode else None,
         chunks=tuple(
-            _plan_chunk(item, tokens_per_block, window, dtype)
+            plan_chunk(item, tokens_per_block, window, dtype)
             for item in items
             if item.num_tokens > 1
         ),
     )
 
 
-def _plan_write(items: list[ItemSpan], tokens_per_block: int, window: int | None) -> Write:
+def write_places(
+    items: list[ItemSpan], tokens_per_block: int, window: int | None
+) -> tuple[Int32Array, Int64Array]:
+    """The slot of each new token's page, negative where there is none, and its place in it."""
     positions = [np.arange(i.start, i.start + i.num_tokens) for i in items]
     slots = np.concatenate(
         [i.slots[p // tokens_per_block] for i, p in zip(items, positions, strict=True)]
     )
-    offsets = np.concatenate(positions) % tokens_per_block
-    rows = None
-    if (slots < 0).any():
-        # A block that every later token's window has left may have no page; any other absence is a
-        # bug.
-        assert window is not None, "a step writes to a block that has no hot page"
-        kept = np.flatnonzero(slots >= 0)
-        slots, offsets, rows = slots[kept], offsets[kept], _index(kept)
-    return Write(_index(slots), _index(offsets), rows)
+    # A block that every later token's window has left may have no page; any other absence is a bug.
+    assert window is not None or (slots >= 0).all(), "a step writes to a block that has no hot page"
+    return slots, np.concatenate(positions) % tokens_per_block
 
 
 def _live_blocks(
@@ -163,11 +177,7 @@ def _live_blocks(
 
 
 def _plan_decode(
-    items: list[ItemSpan],
-    mixed: bool,
-    tokens_per_block: int,
-    window: int | None,
-    dtype: torch.dtype,
+    items: list[ItemSpan], tokens_per_block: int, window: int | None, dtype: torch.dtype
 ) -> DecodePlan:
     live = []
     for item in items:
@@ -192,10 +202,9 @@ def _plan_decode(
         num_items=len(items),
         num_segments=total,
         segment_tokens=segment_blocks * tokens_per_block,
-        rows=_index([item.row for item in items]) if mixed else None,
-        slots=_index(np.concatenate(padded)),
+        slots=index_tensor(np.concatenate(padded)),
         live=(lead, segment_blocks * tokens_per_block - tail) if total == 1 else None,
-        dead=_index(np.flatnonzero(all_dead)),
+        dead=index_tensor(np.flatnonzero(all_dead)),
         bias=_bias(~all_dead.reshape(total, -1), dtype)[:, None, None],
         merge=_plan_merge(num_segments) if 1 < len(items) < total else None,
     )
@@ -206,27 +215,41 @@ def _plan_merge(num_segments: list[int]) -> Merge:
     columns = np.arange(counts.max())[None, :]
     firsts = np.cumsum(counts) - counts[:, 0]
     return Merge(
-        item_of=_index(np.repeat(np.arange(len(counts)), num_segments)),
-        segments_of=_index(np.where(columns < counts, firsts[:, None] + columns, 0)),
+        item_of=index_tensor(np.repeat(np.arange(len(counts)), num_segments)),
+        segments_of=index_tensor(np.where(columns < counts, firsts[:, None] + columns, 0)),
         bias=_penalty(columns < counts, torch.float32)[:, :, None, None],
     )
 
 
-def _plan_chunk(
-    item: ItemSpan, tokens_per_block: int, window: int | None, dtype: torch.dtype
+def plan_chunk(
+    item: ItemSpan,
+    tokens_per_block: int,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    has_whole: bool = False,
 ) -> ChunkPlan:
+    """Pure: what an item of several tokens reads. ``has_whole``: the new tokens from their pages
+    too, where no window cuts the history."""
     stop = item.start + item.num_tokens
     cut = window is not None and stop > window
     first = max(0, item.start - window + 1) if cut and window is not None else 0
     slots, ordinals, lead, tail = _live_blocks(item.slots, first, item.start, tokens_per_block)
     total = len(slots) * tokens_per_block
-    history = Gather(_index(slots), lead, total - tail) if lead + tail < total else None
+    history = Gather(index_tensor(slots), lead, total - tail) if lead + tail < total else None
     if not cut or window is None:
-        return ChunkPlan(item.row, item.num_tokens, history, ())
+        whole = _plan_whole(item, tokens_per_block) if has_whole else None
+        return ChunkPlan(item.row, item.num_tokens, history, (), whole)
     positions = (ordinals[:, None] * tokens_per_block + np.arange(tokens_per_block)).ravel()
     keys = np.concatenate([positions[lead : total - tail], np.arange(item.start, stop)])
     tiles = _plan_tiles(keys, item.start, item.num_tokens, window, dtype)
-    return ChunkPlan(item.row, item.num_tokens, history, tiles)
+    return ChunkPlan(item.row, item.num_tokens, history, tiles, None)
+
+
+def _plan_whole(item: ItemSpan, tokens_per_block: int) -> Gather:
+    stop = item.start + item.num_tokens
+    slots, _, lead, tail = _live_blocks(item.slots, 0, stop, tokens_per_block)
+    return Gather(index_tensor(slots), lead, len(slots) * tokens_per_block - tail)
 
 
 def _plan_tiles(
@@ -245,7 +268,8 @@ def _plan_tiles(
     return tuple(tiles)
 
 
-def _index(values: npt.ArrayLike) -> torch.Tensor:
+def index_tensor(values: npt.ArrayLike) -> torch.Tensor:
+    """Indices for torch, int64."""
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
 
 

@@ -1,0 +1,181 @@
+"""Attention over pages by operators that know no pages: live pages are gathered, unpacked, and
+attended to in a row.
+
+* items of one token, together: their live blocks are gathered and cut into equal segments, which
+  are the batch of one dense call; segments of a sequence merge by log-sum-exp. Segments keep all
+  cores busy when there are few KV heads.
+* an item of several tokens: history without a mask and the new tokens causally, merged by
+  log-sum-exp. Where a sliding window cuts the history, tiles of queries with an explicit mask.
+
+Nothing but the live positions of a sequence's own pages reaches a result: the others are cut off,
+or zeroed and masked (zeroed too, since 0 x NaN is NaN).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from coldpage.engine.dense_attention import DenseAttention
+from coldpage.engine.paged_attention import LayerPages, Scratch
+from coldpage.engine.step_plan import (
+    ChunkPlan,
+    DecodePlan,
+    Gather,
+    GroupPlan,
+    ItemSpan,
+    Tile,
+    Write,
+    plan_group,
+)
+from coldpage.kernels.kv_types import KVPages
+
+__all__ = ["DensePages", "attend_tiles"]
+
+
+class DensePages:
+    """See PagedAttention. On the CPU, and what others are compared with."""
+
+    def __init__(self, dense: DenseAttention, scratch: Scratch, dtype: torch.dtype) -> None:
+        self._dense = dense
+        self._scratch = scratch
+        self._dtype = dtype
+
+    def plan(
+        self, items: list[ItemSpan], tokens_per_block: int, window: int | None, *, reads_back: bool
+    ) -> GroupPlan:
+        """See PagedAttention."""
+        return plan_group(items, tokens_per_block, window, self._dtype)
+
+    def write(
+        self, pages: LayerPages, write: Write, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PagedAttention."""
+        return self._write(pages.keys, write, key), self._write(pages.values, write, value)
+
+    def _write(self, pages: KVPages, write: Write, states: torch.Tensor) -> torch.Tensor:
+        new = states[0].transpose(0, 1)
+        if pages.values.dtype == self._dtype:
+            _put(pages.values, write, new)
+            return states
+        from coldpage.kernels.packing import pack, unpack
+
+        values, scales = pack(new, pages.kv_type)
+        _put(pages.values, write, values)
+        if pages.scales is not None and scales is not None:
+            _put(pages.scales, write, scales)
+        return unpack(values, scales, pages.kv_type, self._dtype).transpose(0, 1)[None]
+
+    def attend_decode(
+        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """See PagedAttention. The query heads of a KV head are the rows of its dense call."""
+        segments = plan.decode
+        assert isinstance(segments, DecodePlan)
+        num_items, num_heads, head_dim = query.shape
+        gathered = self._gather(pages, segments.slots)
+        kv_heads = gathered.shape[1]
+        grouped = query.reshape(num_items, kv_heads, num_heads // kv_heads, head_dim)
+        if segments.live is not None:
+            first, stop = segments.live
+            keys, values = gathered[:, None, :, first:stop]
+            out, _ = self._dense(grouped, keys, values, scale=scale)
+            return out.reshape(1, num_heads, head_dim)
+        gathered.index_fill_(2, segments.dead, 0.0)
+        keys, values = gathered.view(
+            2, kv_heads, segments.num_segments, segments.segment_tokens, head_dim
+        ).transpose(1, 2)
+        if segments.merge is not None:
+            grouped = grouped[segments.merge.item_of]
+        elif num_items == 1:
+            grouped = grouped.expand(segments.num_segments, -1, -1, -1)
+        out, lse = self._dense(grouped, keys, values, bias=segments.bias, scale=scale)
+        return _merge_segments(out, lse, segments).reshape(num_items, num_heads, head_dim)
+
+    def attend_chunk(
+        self,
+        pages: LayerPages,
+        plan: ChunkPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """See PagedAttention."""
+        old_key, old_value = self._history(pages, plan.history, key, value)
+        if plan.tiles:
+            keys, values = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+            return attend_tiles(self._dense, plan.tiles, query, keys, values, scale)
+        new, new_lse = self._dense(query, key, value, is_causal=True, scale=scale)
+        if plan.history is None:
+            return new
+        old, old_lse = self._dense(query, old_key, old_value, scale=scale)
+        weight = torch.sigmoid(old_lse - new_lse)[..., None]
+        return torch.lerp(new.float(), old.float(), weight).to(query.dtype)
+
+    def _history(
+        self, pages: LayerPages, history: Gather | None, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if history is None:
+            return key[:, :, :0], value[:, :, :0]
+        gathered = self._gather(pages, history.slots)[:, None, :, history.first : history.stop]
+        return gathered[0], gathered[1]
+
+    def _gather(self, pages: LayerPages, slots: torch.Tensor) -> torch.Tensor:
+        """Copies the pages of ``slots``: K and V, [2, kv_heads, positions, head_dim], valid until
+        the next call."""
+        keys = pages.keys
+        out = self._scratch.take(
+            2, keys.num_kv_heads, len(slots), keys.tokens_per_block, keys.head_dim
+        )
+        for part, place in zip((keys, pages.values), out, strict=True):
+            _gather_pages(part, slots, place.transpose(0, 1))
+        return out.flatten(2, 3)
+
+
+def _put(target: torch.Tensor, write: Write, new: torch.Tensor) -> None:
+    rows = new if write.rows is None else new[write.rows]
+    target.index_put_((write.slots, write.offsets), rows)
+
+
+def _gather_pages(pages: KVPages, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` is [num_blocks, kv_heads, tokens_per_block, head_dim]."""
+    values = pages.values.transpose(1, 2)
+    if values.dtype == out.dtype:
+        torch.index_select(values, 0, slots, out=out)
+        return
+    from coldpage.kernels.packing import unpack
+
+    scales = None if pages.scales is None else pages.scales.transpose(1, 2)[slots]
+    out.copy_(unpack(values[slots], scales, pages.kv_type, out.dtype))
+
+
+def _merge_segments(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+    """[num_segments, kv_heads, rows, head_dim] -> [num_items, kv_heads, rows, head_dim]."""
+    if plan.merge is not None:
+        weights = torch.softmax(lse[plan.merge.segments_of] + plan.merge.bias, dim=1)
+        return (out[plan.merge.segments_of] * weights[..., None]).sum(dim=1).to(out.dtype)
+    if plan.num_items == 1:
+        return (out * torch.softmax(lse, dim=0)[..., None]).sum(dim=0).to(out.dtype)
+    return out
+
+
+def attend_tiles(
+    dense: DenseAttention,
+    tiles: tuple[Tile, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Each tile of queries against its keys, under its mask. [1, heads, queries, head_dim]"""
+    parts = [
+        dense(
+            query[:, :, t.first : t.stop],
+            key[:, :, t.key_first : t.key_stop],
+            value[:, :, t.key_first : t.key_stop],
+            bias=t.bias,
+            scale=scale,
+        )[0]
+        for t in tiles
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

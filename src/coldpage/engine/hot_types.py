@@ -1,0 +1,77 @@
+"""The types in which a model's keys and values are kept on the hot level, and which can be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from coldpage.kernels.kv_types import KV_TYPES, KVType, plain_type
+
+__all__ = ["AUTO_TYPE", "HotTypes", "choose_hot_types", "why_unsupported"]
+
+AUTO_TYPE: Final = "auto"
+# Of the CUDA kernels, which address tokens of a page by bits.
+_MIN_CUDA_BLOCK_TOKENS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HotTypes:
+    """How hot pages hold keys, and how values."""
+
+    key: KVType
+    value: KVType
+
+    @classmethod
+    def plain(cls, dtype: torch.dtype) -> HotTypes:
+        """The model's own numbers, as they are."""
+        return cls(plain_type(dtype), plain_type(dtype))
+
+    @property
+    def identity(self) -> str:
+        """What makes the bytes of a page readable, and what it has lost; of pages in one type
+        nothing is found in another."""
+        return f"keys {self.key.identity}, values {self.value.identity}"
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether nothing is lost in a page of a model of this type, nor changed."""
+        return self == HotTypes.plain(dtype)
+
+    def __str__(self) -> str:
+        return f"keys as {self.key.name} and values as {self.value.name}"
+
+
+def choose_hot_types(key_name: str, value_name: str, dtype: torch.dtype) -> HotTypes:
+    """The types of these names; ``auto`` is the one of the model's ``dtype``."""
+    names = (plain_type(dtype).name if n == AUTO_TYPE else n for n in (key_name, value_name))
+    key, value = (KV_TYPES[name] for name in names)
+    return HotTypes(key, value)
+
+
+def why_unsupported(
+    types: HotTypes,
+    head_dims: Collection[int],
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """One sentence that says what is supported instead; None where these are. Pure."""
+    is_block_good = device.type != "cuda" or (
+        tokens_per_block >= _MIN_CUDA_BLOCK_TOKENS and tokens_per_block.bit_count() == 1
+    )
+    good = [t for t in KV_TYPES.values() if all(t.supports(n) for n in head_dims)]
+    if is_block_good and types.key in good and types.value in good:
+        return None
+    heads = ", ".join(str(n) for n in sorted(set(head_dims)))
+    blocks = (
+        f"a power of two of {_MIN_CUDA_BLOCK_TOKENS} tokens a block or more"
+        if device.type == "cuda"
+        else "any number of tokens a block"
+    )
+    return (
+        f"hot pages of {types} with {tokens_per_block} tokens a block are not supported for heads "
+        f"of {heads} numbers in {str(dtype).removeprefix('torch.')} on {device.type}: supported "
+        f"there are {', '.join(t.name for t in good)} for either, and {blocks}"
+    )
