@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,3 +53,16 @@ def canary_pool(
     buffers = pool[:, BEFORE_BYTES:-BEHIND_BYTES]
     views = page_views(buffers, kv_type, shape.tokens_per_block, shape.kv_heads, shape.head_dim)
     return pool, views
+
+
+def huge_pages(kv_type: KVType, shape: Shape, device: str) -> KVPages:
+    """Three pages, the last of which is more than 2^31 elements behind the first."""
+    num_bytes = shape.kv_heads * shape.tokens_per_block * kv_type.vector_bytes(shape.head_dim)
+    num_slots, page_bytes = 3, (2**30 + 4096) * kv_type.value_dtype.itemsize
+    if device == "cpu":  # memory that nobody touched takes no room
+        pool = torch.from_numpy(np.zeros((num_slots, page_bytes), np.uint8))
+    else:
+        pool = torch.empty((num_slots, page_bytes), dtype=torch.uint8, device=device)
+    return page_views(
+        pool[:, -num_bytes:], kv_type, shape.tokens_per_block, shape.kv_heads, shape.head_dim
+    )

@@ -36,7 +36,7 @@ def test_a_codebook_of_another_scale_or_no_rotation_would_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "CODEBOOK", tuple(c * 0.61 for c in CODEBOOK))
+        patch.setattr(packing, "codebook", lambda device: torch.tensor(CODEBOOK) * 0.61)
         patch.setattr(packing, "THRESHOLDS", tuple(t * 0.61 for t in THRESHOLDS))
         assert _cosine(_vectors(128)) < 0.99
     monkeypatch.setattr(packing, "rotation", lambda group, device, dtype: torch.eye(group))

@@ -24,6 +24,7 @@ from tests.kernels.pools import (
     SHAPES,
     Shape,
     canary_pool,
+    huge_pages,
 )
 
 Types = tuple[KVType, KVType]
@@ -161,6 +162,22 @@ def test_the_tiles_of_prompts_are_the_references(
             _assert_turbo4_near(pages, expected_pages)
         else:
             assert torch.equal(pool, expected_pool)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_may_be_further_apart_than_32_bits_count(device: str) -> None:
+    case = Case(Shape(128, 16, 1, 3), (Q8_0, TURBO4), torch.float32)
+    key, value, _, offsets = _inputs(case, device)
+    slots = torch.arange(3, dtype=torch.int32, device=device)
+    far = [huge_pages(kv_type, case.shape, device) for kv_type in case.types]
+    near = [canary_pool(kv_type, case.shape, device, 3)[1] for kv_type in case.types]
+    for pages in (far, near):
+        write_pages(*pages, key, value, slots, offsets)
+    place = slots.long(), offsets.long()
+    for side, expected in zip(far, near, strict=True):
+        assert side.scales is not None and expected.scales is not None
+        assert torch.equal(side.values[place], expected.values[place])
+        assert torch.equal(side.scales[place], expected.scales[place])
 
 
 _LAUNCHES = """

@@ -11,28 +11,57 @@ the same numbers as the reference (turbo4 up to the rounding of its sums).
 
 from __future__ import annotations
 
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from coldpage.kernels.kv_types import Q8_0, TURBO4, KVType
-from coldpage.kernels.rotation import CODEBOOK, THRESHOLDS, rotation
+from coldpage.kernels.rotation import CODEBOOK, THRESHOLDS, codebook, rotation
 
 __all__ = [
-    "codebook_tile",
+    "IS_PLAIN",
+    "IS_Q8_0",
+    "IS_TURBO4",
+    "Chunks",
+    "chunks_of",
     "pack",
     "pack_q8_tile",
     "pack_turbo4_tile",
     "unpack",
 ]
 
+# What a kernel does with a chunk, for all the plain types alike.
+IS_PLAIN = tl.constexpr(0)
+IS_Q8_0 = tl.constexpr(1)
+IS_TURBO4 = tl.constexpr(2)
+
 _F16_MAX = tl.constexpr(65504.0)
 # Of a rounded product, where a quotient would be: one instruction, and the same on every device.
 _PER_127 = tl.constexpr(1 / 127)
-_CODEBOOK = tl.constexpr(CODEBOOK)
+_SQUARES = tl.constexpr(tuple(c * c for c in CODEBOOK[:8]))
 _THRESHOLDS = tl.constexpr(THRESHOLDS)
+
+
+class Chunks(NamedTuple):
+    """How kernels cut the vectors of K or V: whole, or into the groups that share a scale."""
+
+    kind: int  # IS_PLAIN and so on
+    numbers: int  # of a chunk
+    width: int  # the same, up to a power of two
+    per_vector: int
+    num_heads: int
+
+
+@lru_cache(maxsize=64)
+def chunks_of(kv_type: KVType, num_heads: int, head_dim: int) -> Chunks:
+    """The chunks of vectors of this type and size."""
+    numbers = kv_type.group(head_dim) or head_dim
+    kind = {Q8_0: IS_Q8_0, TURBO4: IS_TURBO4}.get(kv_type, IS_PLAIN).value
+    width = triton.next_power_of_2(numbers)
+    return Chunks(kind, numbers, width, head_dim // numbers, num_heads)
 
 
 def pack(x: torch.Tensor, kv_type: KVType) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -84,8 +113,7 @@ def _pack_turbo4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = rotated * inverse[..., None]
     thresholds = torch.tensor(THRESHOLDS, device=groups.device)
     index = torch.bucketize(numbers.abs(), thresholds) | ((numbers < 0).long() << 3)
-    codebook = torch.tensor(CODEBOOK, device=groups.device)
-    code_length = codebook[index].square().sum(-1).sqrt()
+    code_length = codebook(groups.device)[index].square().sum(-1).sqrt()
     norm = (length / (code_length * group**0.5)).clamp(max=_F16_MAX.value).to(torch.float16)
     low, high = index.to(torch.uint8).chunk(2, -1)
     return low | (high << 4), norm
@@ -93,7 +121,7 @@ def _pack_turbo4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack_turbo4(values: torch.Tensor) -> torch.Tensor:
     index = torch.cat([values & 15, values >> 4], -1)
-    return torch.tensor(CODEBOOK, device=values.device)[index.long()]
+    return codebook(values.device)[index.long()]
 
 
 _PACKS: Final = {Q8_0: _pack_q8, TURBO4: _pack_turbo4}
@@ -122,40 +150,26 @@ def pack_turbo4_tile(low, high):  # type: ignore[no-untyped-def]
     root: tl.constexpr = (2 * low.shape[1]) ** 0.5
     length = tl.sqrt_rn(tl.sum(low * low + high * high, 1))
     inverse = tl.div_rn(root, tl.where(length > 0, length, 1.0))
-    low_index = _codebook_index(low * inverse[:, None])
-    high_index = _codebook_index(high * inverse[:, None])
-    low_value = codebook_tile(low_index)
-    high_value = codebook_tile(high_index)
-    code_length = tl.sqrt_rn(tl.sum(low_value * low_value + high_value * high_value, 1))
+    low_index, low_square = _nearest(low * inverse[:, None])
+    high_index, high_square = _nearest(high * inverse[:, None])
+    code_length = tl.sqrt_rn(tl.sum(low_square + high_square, 1))
     norm = tl.minimum(tl.div_rn(length, code_length * root), _F16_MAX).to(tl.float16)
     return (low_index | (high_index << 4)).to(tl.uint8), norm
 
 
 @triton.jit
-def _codebook_index(numbers):  # type: ignore[no-untyped-def]
-    magnitude = tl.abs(numbers)
-    index = (numbers < 0).to(tl.int32) << 3
-    for i in tl.static_range(7):
-        index += (magnitude > _THRESHOLDS[i]).to(tl.int32)
-    return index
-
-
-@triton.jit
-def codebook_tile(index):  # type: ignore[no-untyped-def]
-    """What int32 indices of any shape, 0 to 15, stand for, in f32."""
-    bit_0 = (index & 1) != 0
-    bit_1 = (index & 2) != 0
-    small = tl.where(
-        bit_1,
-        tl.where(bit_0, _CODEBOOK[3], _CODEBOOK[2]),
-        tl.where(bit_0, _CODEBOOK[1], _CODEBOOK[0]),
-    )
-    large = tl.where(
-        bit_1,
-        tl.where(bit_0, _CODEBOOK[7], _CODEBOOK[6]),
-        tl.where(bit_0, _CODEBOOK[5], _CODEBOOK[4]),
-    )
-    magnitude = tl.where((index & 4) != 0, large, small)
-    # Bit 3 becomes the sign bit of the number.
-    sign = (index & 8) << 28
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def _nearest(numbers):  # type: ignore[no-untyped-def]
+    """The indices of what in the codebook is nearest, int32, and its squares, f32: three
+    comparisons, each with a threshold that depends on those before."""
+    size = tl.abs(numbers)
+    is_4 = size > _THRESHOLDS[3]
+    is_2 = size > tl.where(is_4, _THRESHOLDS[5], _THRESHOLDS[1])
+    if_2 = tl.where(is_4, _THRESHOLDS[6], _THRESHOLDS[2])
+    is_1 = size > tl.where(is_2, if_2, tl.where(is_4, _THRESHOLDS[4], _THRESHOLDS[0]))
+    index = is_4.to(tl.int32) * 4 + is_2.to(tl.int32) * 2 + is_1.to(tl.int32)
+    index += (numbers < 0).to(tl.int32) * 8
+    low = tl.where(is_1, _SQUARES[1], _SQUARES[0])
+    low = tl.where(is_2, tl.where(is_1, _SQUARES[3], _SQUARES[2]), low)
+    high = tl.where(is_1, _SQUARES[5], _SQUARES[4])
+    high = tl.where(is_2, tl.where(is_1, _SQUARES[7], _SQUARES[6]), high)
+    return index, tl.where(is_4, high, low)

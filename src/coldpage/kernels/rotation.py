@@ -19,7 +19,7 @@ import torch
 
 from coldpage.kernels.kv_types import KVType
 
-__all__ = ["CODEBOOK", "THRESHOLDS", "rotate", "rotate_back", "rotation", "signs"]
+__all__ = ["CODEBOOK", "THRESHOLDS", "codebook", "rotate", "rotate_back", "rotation", "signs"]
 
 # The best eight magnitudes for N(0, 1) under squared error (Lloyd and Max).
 _MAGNITUDES: Final = (
@@ -62,6 +62,12 @@ def rotation(group: int, device: torch.device, dtype: torch.dtype) -> torch.Tens
     while hadamard.shape[0] < group:
         hadamard = torch.cat([hadamard.repeat(1, 2), torch.cat([hadamard, -hadamard], 1)])
     return (signs(group)[:, None] * hadamard).to(device, dtype)
+
+
+@lru_cache(maxsize=64)
+def codebook(device: torch.device) -> torch.Tensor:
+    """CODEBOOK as f32 [16]. Shared, and copied from the host by the first call, as ``rotation``."""
+    return torch.tensor(CODEBOOK, device=device)
 
 
 def rotate(x: torch.Tensor, kv_type: KVType) -> torch.Tensor:

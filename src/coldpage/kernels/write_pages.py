@@ -11,23 +11,26 @@ half is the same up to sign, and gives the two halves of the bytes as it is.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from coldpage.kernels.kv_types import Q8_0, TURBO4, KVPages, KVType
-from coldpage.kernels.packing import pack, pack_q8_tile, pack_turbo4_tile
+from coldpage.kernels.kv_types import KVPages
+from coldpage.kernels.packing import (
+    IS_PLAIN,
+    IS_Q8_0,
+    IS_TURBO4,
+    Chunks,
+    chunks_of,
+    pack,
+    pack_q8_tile,
+    pack_turbo4_tile,
+)
 from coldpage.kernels.rotation import rotation
 
 __all__ = ["write_pages", "write_pages_reference"]
-
-_PLAIN = tl.constexpr(0)
-_Q8_0 = tl.constexpr(1)
-_TURBO4 = tl.constexpr(2)
-_PACKED_KINDS: Final = {Q8_0: _Q8_0.value, TURBO4: _TURBO4.value}
 
 # Numbers a program writes: few for a step of decoding, where only the time of one program counts.
 _SMALL_TILE: Final = 2048
@@ -40,24 +43,6 @@ _DOT_TYPES: Final = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-
-class _Chunks(NamedTuple):
-    """How vectors of one side are cut."""
-
-    kind: int
-    numbers: int  # of a chunk
-    width: int  # the same, up to a power of two
-    per_vector: int
-    num_heads: int
-
-
-@lru_cache(maxsize=64)
-def _chunks(kv_type: KVType, num_heads: int, head_dim: int) -> _Chunks:
-    numbers = kv_type.group(head_dim) or head_dim
-    kind = _PACKED_KINDS.get(kv_type, _PLAIN.value)
-    width = triton.next_power_of_2(numbers)
-    return _Chunks(kind, numbers, width, head_dim // numbers, num_heads)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,7 +98,7 @@ def _write_side(  # type: ignore[no-untyped-def]
     source += chunk * NUMBERS * strides[2]
     values += slot * strides[3] + offset * strides[4] + head * strides[5]
     # Loads are masked by is_token, so that they need not wait for the slots.
-    if KIND == _TURBO4:
+    if KIND == IS_TURBO4:
         low, high = _rotated_halves(source, strides[2], is_token, rotation_ptr, WIDTH // 2, DOT)
         packed, scale = pack_turbo4_tile(low, high)
         to = (values + chunk * (WIDTH // 2))[:, None] + tl.arange(0, WIDTH // 2)[None, :]
@@ -123,13 +108,13 @@ def _write_side(  # type: ignore[no-untyped-def]
         is_number = (column < NUMBERS)[None, :]
         at = source[:, None] + column[None, :] * strides[2]
         numbers = tl.load(at, mask=is_token[:, None] & is_number, other=0)
-        if KIND == _Q8_0:
+        if KIND == IS_Q8_0:
             numbers, scale = pack_q8_tile(numbers.to(tl.float32))
         elif numbers.dtype != values.dtype.element_ty:
             numbers = numbers.to(tl.float32).to(values.dtype.element_ty)
         to = (values + chunk * NUMBERS)[:, None] + column[None, :]
         tl.store(to, numbers, mask=is_written[:, None] & is_number)
-    if KIND != _PLAIN:
+    if KIND != IS_PLAIN:
         scales += slot * strides[6] + offset * strides[7] + head * strides[8]
         tl.store(scales + chunk, scale, mask=is_written)
 
@@ -224,7 +209,7 @@ def _dot_dtype(x: torch.Tensor) -> torch.dtype:
 class _Side(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     strides: tuple[int, ...]
-    chunks: tuple[int, ...]
+    chunks: Chunks
     rows: int  # of a tile
     num_tiles: int
 
@@ -233,7 +218,7 @@ def _side(pages: KVPages, x: torch.Tensor, dot_dtype: torch.dtype) -> _Side:
     kv_type, stored, scales = pages
     num_tokens, num_heads, head_dim = x.shape
     assert (num_heads, head_dim) == (pages.num_kv_heads, pages.head_dim) and stored.stride(3) == 1
-    chunks = _chunks(kv_type, num_heads, head_dim)
+    chunks = chunks_of(kv_type, num_heads, head_dim)
     is_large = x.numel() >= _LARGE_FROM
     rows = max((_LARGE_TILE if is_large else _SMALL_TILE) // chunks.width, _MIN_DOT_ROWS)
     num_tiles = triton.cdiv(num_tokens * num_heads * chunks.per_vector, rows)
