@@ -8,15 +8,22 @@ import torch
 from coldpage.kernels import packing
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVType
 from coldpage.kernels.packing import pack, unpack
-from coldpage.kernels.rotation import CODEBOOK, THRESHOLDS, rotate, rotate_back, rotation, signs
+from coldpage.kernels.rotation import (
+    CODEBOOK,
+    THRESHOLDS,
+    codebook,
+    rotate,
+    rotate_back,
+    rotation,
+    signs,
+)
+from tests.kernels.pools import DEVICES, DTYPES
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-
-def _vectors(head_dim: int, num_strong: int = 0) -> torch.Tensor:
+def _vectors(head_dim: int, num_strong: int = 0, device: str = "cpu") -> torch.Tensor:
     x = torch.randn(300, 2, head_dim, generator=torch.Generator().manual_seed(head_dim))
     x[..., 3 : 3 + num_strong] *= 10
-    return x
+    return x.to(device)
 
 
 def _cosine(x: torch.Tensor, kv_type: KVType = TURBO4) -> float:
@@ -25,11 +32,14 @@ def _cosine(x: torch.Tensor, kv_type: KVType = TURBO4) -> float:
     return torch.nn.functional.cosine_similarity(restored, x.float(), dim=-1).mean().item()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_turbo4_keeps_the_direction_of_vectors(head_dim: int, dtype: torch.dtype) -> None:
-    assert _cosine(_vectors(head_dim).to(dtype)) >= 0.995
-    assert _cosine(_vectors(head_dim, num_strong=4).to(dtype)) >= 0.993
+def test_turbo4_keeps_the_direction_of_vectors(
+    device: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    assert _cosine(_vectors(head_dim, device=device).to(dtype)) >= 0.995
+    assert _cosine(_vectors(head_dim, num_strong=4, device=device).to(dtype)) >= 0.993
 
 
 def test_a_codebook_of_another_scale_or_no_rotation_would_be_seen(
@@ -46,9 +56,11 @@ def test_a_codebook_of_another_scale_or_no_rotation_would_be_seen(
     assert torch.nn.functional.cosine_similarity(restored, x, dim=-1).mean() < 0.99
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_turbo4_keeps_the_length_of_every_group(head_dim: int) -> None:
-    x = _vectors(head_dim, num_strong=1) * torch.logspace(-2, 2, 300)[:, None, None]
+def test_turbo4_keeps_the_length_of_every_group(device: str, head_dim: int) -> None:
+    x = _vectors(head_dim, num_strong=1, device=device)
+    x *= torch.logspace(-2, 2, 300, device=device)[:, None, None]
     x[0] = 0
     values, scales = pack(x, TURBO4)
     group = min(head_dim, 128)
@@ -56,20 +68,24 @@ def test_turbo4_keeps_the_length_of_every_group(head_dim: int) -> None:
     torch.testing.assert_close(length, x.reshape(-1, group).norm(dim=-1), rtol=2**-11, atol=0)
 
 
-def test_the_nearest_entry_of_the_codebook_is_taken() -> None:
-    values, scales = pack(_vectors(128), TURBO4)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_nearest_entry_of_the_codebook_is_taken(device: str) -> None:
+    x = _vectors(128, device=device)
+    values, scales = pack(x, TURBO4)
     assert scales is not None
-    length = rotate(_vectors(128), TURBO4).norm(dim=-1)
-    numbers = rotate(_vectors(128), TURBO4) * (128**0.5 / length)[..., None]
-    distance = (numbers[..., None] - torch.tensor(CODEBOOK)).abs()
+    length = rotate(x, TURBO4).norm(dim=-1)
+    numbers = rotate(x, TURBO4) * (128**0.5 / length)[..., None]
+    distance = (numbers[..., None] - codebook(x.device)).abs()
     chosen = torch.cat([values & 15, values >> 4], -1).long()
     of_chosen = distance.gather(-1, chosen[..., None])[..., 0]
     torch.testing.assert_close(of_chosen, distance.amin(-1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [32, 128, 96])
-def test_q8_0_is_within_half_a_step_of_every_number(head_dim: int) -> None:
-    x = _vectors(head_dim) * torch.logspace(-9, 5, 300)[:, None, None]
+def test_q8_0_is_within_half_a_step_of_every_number(device: str, head_dim: int) -> None:
+    x = _vectors(head_dim, device=device)
+    x *= torch.logspace(-9, 5, 300, device=device)[:, None, None]
     x[0] = 0
     values, scales = pack(x, Q8_0)
     assert scales is not None and scales.isfinite().all() and values.min() >= -127
@@ -98,10 +114,13 @@ def test_plain_types_are_conversions(kv_type: KVType) -> None:
     assert rotate(x, kv_type) is x and rotate_back(x, kv_type) is x
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_rotation_is_undone_and_keeps_dot_products(head_dim: int, dtype: torch.dtype) -> None:
-    x = _vectors(head_dim).to(dtype)
+def test_a_rotation_is_undone_and_keeps_dot_products(
+    device: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    x = _vectors(head_dim, device=device).to(dtype)
     rotated = rotate(x.transpose(0, 1), TURBO4)
     assert rotated.dtype == dtype and rotated.shape == (2, 300, head_dim)
     tolerance = {"rtol": 0.0, "atol": 32 * torch.finfo(dtype).eps}
@@ -114,8 +133,10 @@ def test_a_rotation_is_undone_and_keeps_dot_products(head_dim: int, dtype: torch
     assert not torch.allclose(y, x.float(), atol=0.1)
 
 
-def test_a_rotation_of_large_f16_numbers_does_not_overflow() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rotation_of_large_f16_numbers_does_not_overflow(device: str) -> None:
     x = torch.full((1, 128), 5000.0, dtype=torch.float16) * signs(128).half()
+    x = x.to(device)
     assert rotate(x, TURBO4).isfinite().all()
 
 
