@@ -232,3 +232,20 @@ def test_lost_pages_and_stale_ones_are_not_copied(build: Build) -> None:
     live = [bits for bits in rig.levels_of(sequence) if bits]
     assert moves(rig, "hot-host") == len(live) < 6
     resumed(rig, sequence)
+
+
+@pytest.mark.parametrize("copies_behind", [False, True])
+def test_blocks_in_a_row_stay_neighbours_on_both_levels(build: Build, copies_behind: bool) -> None:
+    """So that a device may move them as one. Slots are handed out again in order, whoever had them
+    and whatever went first.
+    """
+    rig = build(hot=9, host=20, copies_behind=copies_behind)
+    for first in (0, 5, 3):
+        sequence = suspended(rig, prompt(8, first))
+        push_out(rig, 9)
+        resumed(rig, sequence)
+        for level in (0, 1):
+            slots = rig.table.slot[level, rig.pages(sequence)]
+            assert (slots[1:] == slots[:-1] + 1).all(), (first, level, slots)
+        sequence.cache.plan_drop()
+        rig.close(sequence)

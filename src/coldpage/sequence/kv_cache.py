@@ -298,20 +298,22 @@ class KVCache:
         self._cut_capacity(self._history_length)
         # A page that no query will see is not worth moving, nor room at the next resume.
         self._release_stale()
-        self._protect()
-        self._storage.unlock(self._table.live_pages(), self._stream)
+        pages = self._table.live_pages()
+        self._protect(pages)
+        self._storage.unlock(pages, self._stream)
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
         # A block that is not full is written again after the next resume: it would be for nothing.
         num_full = self._history_length // self._context.tokens_per_block
-        self._storage.copy_behind(self._table.live_pages(num_full))
+        if num_full < self._table.num_blocks:
+            pages = self._table.live_pages(num_full)
+        self._storage.copy_behind(pages)
 
-    def _protect(self) -> None:
-        """Mark the first and the newest block: eviction takes the others of this sequence before
-        them. What other sequences share keeps the mark they gave it.
+    def _protect(self, pages: Int32Array) -> None:
+        """Mark the first and the newest block of the live ``pages``: eviction takes the others of
+        this sequence before them. What other sequences share keeps the mark they gave it.
         """
         table = self._storage.table
-        pages = self._table.live_pages()
         table.is_protected[pages[table.num_refs[pages] == 1]] = False
         for column in (0, self._table.num_blocks - 1):
             if self._table.num_blocks:
@@ -574,7 +576,7 @@ class KVCache:
         if not self._context.is_open():  # the manager has freed everything already
             self._status = KVCacheStatus.CLOSED
             return
-        self._protect()
+        self._protect(self._table.live_pages())
         self._release(self._table.cut(0))
         self._status = KVCacheStatus.CLOSED
         self._stream = None

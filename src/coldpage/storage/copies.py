@@ -47,7 +47,8 @@ class PageCopies:
     def free_slots(self, level: LevelPools, pages: Int32Array) -> None:
         """Give back the pages' slots on the level; their columns are the caller's."""
         for group, members in level.split(self.table.life_cycle[pages], pages):
-            group.slots.free(self.table.slot[level.level, members])
+            # In their order, in which they are handed out again: neighbours move as one.
+            group.slots.free(np.sort(self.table.slot[level.level, members]))
 
     def release_unused(self, level: LevelPools, pages: Int32Array) -> None:
         """Take back the slots of pages that were given one and got no copy there."""

@@ -223,11 +223,13 @@ class Escalation:
         """
         if not pages.size:
             return
-        self._copies.allocate(level, pages)
         if level.is_disk:
+            self._copies.allocate(level, pages)
             self._copies.free_slots(level, self._write_staged(level, pages, may_wait=may_wait))
-        else:
-            self._leave_hot(pages, self._moves.offload(pages, level))
+            return
+        pages = pages[np.argsort(self._table.slot[HOT_LEVEL, pages])]  # neighbours move as one
+        self._copies.allocate(level, pages)
+        self._leave_hot(pages, self._moves.offload(pages, level))
 
     def _leave_hot(self, pages: Int32Array, refused: Int32Array) -> None:
         sent = np.setdiff1d(pages, refused, assume_unique=True) if refused.size else pages
@@ -371,10 +373,10 @@ class Escalation:
             self._copy_below(level, members[:room], below)
 
     def copy_ahead(self, pages: Int32Array, level: LevelPools) -> None:
-        """Start giving hot pages, which nobody has locked, a copy on a cold level in memory, those
-        first that would be evicted first; as far as there is room at the cost only of copies of
-        pages that are not hot and that a colder level has too: a hot page whose copy were taken
-        would have to be written again.
+        """Start giving hot pages, which nobody has locked, a copy on a cold level in memory, as far
+        as there is room at the cost only of copies of pages that are not hot and that a colder
+        level has too: a hot page whose copy were taken would have to be written again. Where there
+        is not room for all, those get it that would be evicted first.
         """
         table = self._table
         has_slot = table.present[pages] | table.reserved[pages] | table.busy[pages]
@@ -385,7 +387,9 @@ class Escalation:
             if shortage > 0:
                 clean = self._clean_on(level, group)
                 self._give_up(level, clean[(table.present[clean] & HOT_BIT) == 0], shortage)
-            some = self._choose(members, min(members.size, group.slots.num_free))
+            some, num_free = members, group.slots.num_free
+            if members.size > num_free:  # else in the order of their blocks: neighbours move as one
+                some = self._choose(members, num_free)
             self._copies.allocate(level, some)
             self._moves.offload(some, level)
 
