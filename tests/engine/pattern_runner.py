@@ -49,6 +49,7 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class PatternRunner:
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
+        self.counters = {"pattern_steps": 0}
         self._layers = [layer.layer_id for layer in manager.config.layers]
         self.fail_next: Exception | None = None
         self.poison_next = False
@@ -56,6 +57,7 @@ class PatternRunner:
     def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
         assert len({id(item.kv_cache) for item in items}) == len(items)
         assert all(item.kv_cache.status is KVCacheStatus.ACTIVE for item in items)
+        self.counters["pattern_steps"] += 1
         written = [page for item in items for page in self._written_slots(item)]
         assert len(set(written)) == len(written), "two items write to one page"
         if self.fail_next is not None:

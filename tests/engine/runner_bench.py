@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Bench:
         head_dim: int = 8,
         types: HotTypes | None = None,
         num_slots: int = NUM_SLOTS,
+        **of_runner: Any,
     ) -> None:
         self.device = device
         self.tokens_per_block = tokens_per_block
@@ -62,7 +64,7 @@ class Bench:
             hot_types=types,
             fingerprint=b"",
         )
-        self.runner = ModelRunner(loaded, self.arena)
+        self.runner = ModelRunner(loaded, self.arena, **of_runner)
         self.loaded = loaded
         rng = np.random.default_rng(seed)
         self._free = [list(rng.permutation(num_slots)) for _ in self.windows]

@@ -17,6 +17,13 @@ def test_losses_are_counted_from_zero(new_rig: Any) -> None:
     assert [counters[name] for name in names] == [0] * 6
 
 
+def test_what_the_runner_counts_is_reported(new_rig: Any) -> None:
+    rig = new_rig()
+    rig.answer("one", [1, 2, 3], 4)
+    counted = engine_stats(rig.manager, rig.scheduler).counters["pattern_steps"]
+    assert counted == len(rig.recorder.steps) > 0
+
+
 def test_quarantined_slots_are_reported_as_blocks(new_rig: Any) -> None:
     rig = new_rig(has_sliding_window=True)  # a block is two pages
     (disk,) = [level for level in rig.manager._storage.levels if level.name == "disk"]

@@ -53,4 +53,4 @@ def test_a_step_arrives_in_one_copy_as_it_was() -> None:
         assert before.dtype == after.dtype
         assert torch.equal(before, after)
         assert after.numel() == 0 or after.untyped_storage().data_ptr() == packed.data_ptr()
-    assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.bfloat16}
+    assert {leaf.dtype for leaf in leaves} == {torch.int64, torch.int32, torch.bfloat16}

@@ -8,11 +8,22 @@ from coldpage.engine.dense_attention import dense_attention
 from coldpage.engine.dense_pages import DensePages
 from coldpage.engine.paged_attention import PagedAttention, Scratch
 
-__all__ = ["choose_attention"]
+__all__ = ["choose_attention", "follows_tables"]
+
+
+def follows_tables(device: torch.device) -> bool:
+    """Whether kernels for pages run on ``device``, which read block tables themselves."""
+    return device.type == "cuda"
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch
 ) -> PagedAttention:
     """The attention for pages on ``device``, of a model of this type with heads of this size."""
-    return DensePages(dense_attention(device, dtype, head_dim), scratch, dtype)
+    dense = dense_attention(device, dtype, head_dim)
+    if not follows_tables(device):
+        return DensePages(dense, scratch, dtype)
+    # Only here: a machine without a GPU may have no Triton.
+    from coldpage.engine.kernel_pages import KernelPages
+
+    return KernelPages(dense, scratch, dtype)

@@ -40,11 +40,9 @@ class DensePages:
         self._scratch = scratch
         self._dtype = dtype
 
-    def plan(
-        self, items: list[ItemSpan], tokens_per_block: int, window: int | None, *, reads_back: bool
-    ) -> GroupPlan:
+    def plan(self, pages: LayerPages, items: list[ItemSpan]) -> GroupPlan:
         """See PagedAttention."""
-        return plan_group(items, tokens_per_block, window, self._dtype)
+        return plan_group(items, pages.keys.tokens_per_block, pages.window, self._dtype)
 
     def write(
         self, pages: LayerPages, write: Write, key: torch.Tensor, value: torch.Tensor
@@ -55,12 +53,12 @@ class DensePages:
     def _write(self, pages: KVPages, write: Write, states: torch.Tensor) -> torch.Tensor:
         new = states[0].transpose(0, 1)
         if pages.values.dtype == self._dtype:
-            _put(pages.values, write, new)
+            _put(pages.values, write, new[..., None, :])
             return states
         from coldpage.kernels.packing import pack, unpack
 
         values, scales = pack(new, pages.kv_type)
-        _put(pages.values, write, values)
+        _put(pages.values, write, values.reshape(*new.shape[:2], *pages.values.shape[3:]))
         if pages.scales is not None and scales is not None:
             _put(pages.scales, write, scales)
         return unpack(values, scales, pages.kv_type, self._dtype).transpose(0, 1)[None]
@@ -141,12 +139,12 @@ def _gather_pages(pages: KVPages, slots: torch.Tensor, out: torch.Tensor) -> Non
     """``out`` is [num_blocks, kv_heads, tokens_per_block, head_dim]."""
     values = pages.values.transpose(1, 2)
     if values.dtype == out.dtype:
-        torch.index_select(values, 0, slots, out=out)
+        torch.index_select(values[..., 0, :], 0, slots, out=out)
         return
     from coldpage.kernels.packing import unpack
 
     scales = None if pages.scales is None else pages.scales.transpose(1, 2)[slots]
-    out.copy_(unpack(values[slots], scales, pages.kv_type, out.dtype))
+    out.copy_(unpack(values[slots].flatten(3), scales, pages.kv_type, out.dtype))
 
 
 def _merge_segments(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan) -> torch.Tensor:

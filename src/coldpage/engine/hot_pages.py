@@ -58,6 +58,7 @@ def layer_pages(model: LoadedModel, manager: PageSource, layer_id: LayerId) -> L
             manager.tokens_per_block,
             geometry.num_kv_heads,
             geometry.head_dim,
+            is_value=role == VALUE_ROLE,
         )
         for role, kv_type in ((KEY_ROLE, model.hot_types.key), (VALUE_ROLE, model.hot_types.value))
     )

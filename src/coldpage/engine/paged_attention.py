@@ -52,10 +52,9 @@ class PagedAttention(Protocol):
     """Attention of every layer with heads of one size. Queries come and results go in stored space:
     of the keys, and of the values. ``scale`` None is 1 / sqrt(head_dim)."""
 
-    def plan(
-        self, items: list[ItemSpan], tokens_per_block: int, window: int | None, *, reads_back: bool
-    ) -> GroupPlan:
-        """A step's indices for the layers of one group. Pure; in host memory."""
+    def plan(self, pages: LayerPages, items: list[ItemSpan]) -> GroupPlan:
+        """A step's indices for the layers of one group, the first of which has ``pages``. Pure; in
+        host memory."""
         ...
 
     def write(

@@ -53,6 +53,8 @@ __all__ = ["cache_tiers", "main"]
 _EXIT_FAILED: Final = 1
 _EXIT_NOT_STARTED: Final = 2
 _PROGRESS_PERIOD_S: Final = 0.2
+# A graph takes about a second to make: those of larger batches are made when they are needed.
+_MAX_PREPARED_ROWS: Final = 32
 
 _LOG = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ def _start_and_serve(
                 _LOG.exception("the engine can not start")
             raise _NotStarted(_sentence(error)) from error
         try:
-            scheduler = _scheduler(settings, model, manager)
+            scheduler = _scheduler(settings, model, manager, progress)
             control = SessionControl(
                 scheduler,
                 manager,
@@ -171,7 +173,12 @@ def _build(
     return model, stack.enter_context(manager)
 
 
-def _scheduler(settings: EngineSettings, model: LoadedModel, manager: KVCacheManager) -> Scheduler:
+def _scheduler(
+    settings: EngineSettings,
+    model: LoadedModel,
+    manager: KVCacheManager,
+    progress: Callable[[str], None],
+) -> Scheduler:
     limits = EngineLimits(
         max_batch=settings.max_batch,
         # Those that will fill the batch pass through the queue too.
@@ -182,7 +189,12 @@ def _scheduler(settings: EngineSettings, model: LoadedModel, manager: KVCacheMan
         manager,
         lambda stop, prompt: IncrementalText(model.tokenizer, stop, prompt.tolist()),
     )
-    return Scheduler(ModelRunner(model, manager), manager, served, limits)
+    runner = ModelRunner(model, manager, max_decode_rows=settings.max_batch)
+    runner.prepare(
+        min(settings.max_batch, _MAX_PREPARED_ROWS),
+        lambda size: progress(f"making the CUDA graph of a batch of {size}"),
+    )
+    return Scheduler(runner, manager, served, limits)
 
 
 def _serve(

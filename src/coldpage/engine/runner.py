@@ -4,28 +4,25 @@ pages."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.attention import (
-    CURRENT_CACHE,
-    PagedCache,
-    PagedLayer,
-    register_attention,
-)
-from coldpage.engine.attention_choice import choose_attention
-from coldpage.engine.geometry import cache_argument
-from coldpage.engine.hot_pages import PageSource, layer_pages
+from coldpage.engine.attention_choice import follows_tables
+from coldpage.engine.hot_pages import PageSource
 from coldpage.engine.model import LoadedModel
-from coldpage.engine.paged_attention import PagedAttention, Scratch
+from coldpage.engine.paged_model import PagedModel
 from coldpage.engine.step_plan import GroupPlan, ItemSpan
 from coldpage.engine.upload import to_device
-from coldpage.types import Int32Array, LayerGroupId, LayerId
+from coldpage.types import Int32Array, LayerGroupId
+
+if TYPE_CHECKING:
+    from coldpage.engine.decode_steps import DecodeSteps
 
 __all__ = [
     "LogitsWanted",
@@ -33,6 +30,9 @@ __all__ = [
     "PageTable",
     "StepItem",
 ]
+
+# Decoding sequences for which a runner keeps memory, unless it is told.
+_DEFAULT_MAX_DECODE_ROWS: Final = 64
 
 
 class PageTable(Protocol):
@@ -66,28 +66,43 @@ class ModelRunner:
     """Runs steps. It switches ``model`` to paged attention, after which only a runner can run that
     model object."""
 
-    def __init__(self, model: LoadedModel, manager: PageSource) -> None:
-        self._model: Any = model.model
-        self._device = model.model.device
-        self._dtype = model.dtype
-        self._tokens_per_block = manager.tokens_per_block
-        scratch = Scratch(model.dtype, self._device)
-        attention_of: dict[int, PagedAttention] = {}  # by head size
-        layers = []
-        self._layers_of: dict[LayerGroupId, list[PagedLayer]] = {}
-        for index, geometry in enumerate(model.layers):
-            layer_id = LayerId(index)
-            head_dim = geometry.head_dim
-            if head_dim not in attention_of:
-                attention_of[head_dim] = choose_attention(
-                    self._device, model.dtype, head_dim, scratch
-                )
-            layer = PagedLayer(layer_pages(model, manager, layer_id), attention_of[head_dim])
-            layers.append(layer)
-            self._layers_of.setdefault(manager.layer_group_of(layer_id), []).append(layer)
-        self._cache = PagedCache(layers)
-        self._cache_argument = cache_argument(self._model)
-        self._model.set_attn_implementation(register_attention())
+    def __init__(
+        self,
+        model: LoadedModel,
+        manager: PageSource,
+        *,
+        max_decode_rows: int = _DEFAULT_MAX_DECODE_ROWS,
+        use_graphs: bool = True,
+    ) -> None:
+        """On a GPU, steps in which up to ``max_decode_rows`` sequences decode one token each run as
+        CUDA graphs, unless ``use_graphs`` is False; their results are the same bit for bit."""
+        self._model = PagedModel(model, manager)
+        self._device = self._model.device
+        self._decode: DecodeSteps | None = None
+        if follows_tables(self._device):
+            # Only here: a machine without a GPU may have no Triton.
+            from coldpage.engine.decode_steps import DecodeSteps
+
+            self._decode = DecodeSteps(
+                self._model,
+                max_rows=max_decode_rows,
+                max_tokens=model.context_tokens,
+                use_graphs=use_graphs,
+            )
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Of decoding steps as CUDA graphs, see DecodeGraphs; empty where there are none."""
+        return Counter() if self._decode is None else self._decode.graphs.counters
+
+    def prepare(self, max_decode_rows: int, progress: Callable[[int], None]) -> None:
+        """Makes ready what the first steps would wait for. Blocks; ``progress`` is told each batch
+        size in turn."""
+        if self._decode is not None:
+            try:
+                self._decode.prepare(max_decode_rows, progress)
+            finally:
+                self._wait()
 
     def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
         """Writes the new tokens' K and V into their pages; returns f32 logits [rows, vocab] per
@@ -99,53 +114,51 @@ class ModelRunner:
         the caller's.
         """
         assert items and all(len(item.token_ids) for item in items)
-        token_ids = np.concatenate([item.token_ids for item in items])
-        positions = np.concatenate([np.arange(i.start, i.start + len(i.token_ids)) for i in items])
-        kept_rows = _logit_rows(items)
         try:
-            ids, places, kept, plans = to_device(
-                (
-                    torch.from_numpy(token_ids.astype(np.int64))[None],
-                    torch.from_numpy(positions.astype(np.int64))[None],
-                    torch.from_numpy(np.concatenate(kept_rows)),
-                    self._plans(items),
-                ),
-                self._device,
+            logits = self._decoded(items)
+            if logits is None:
+                logits = self._packed(items)
+            # A copy made out here is an ordinary tensor, which the caller may change.
+            on_host = torch.empty(
+                logits.shape, dtype=torch.float32, pin_memory=self._device.type == "cuda"
             )
-            logits = self._run(ids, places, kept, plans)
+            on_host.copy_(logits, non_blocking=True)
         finally:
             self._wait()
-        parts = torch.split(logits, [len(rows) for rows in kept_rows])
-        return [part if len(part) else None for part in parts]
+        return _parts(on_host, items)
 
-    def _run(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kept_rows: torch.Tensor,
-        plans: list[GroupPlan],
-    ) -> torch.Tensor:
-        """The logits [rows, vocab] of the packed row [1, total]."""
-        for plan, layers in zip(plans, self._layers_of.values(), strict=True):
-            for layer in layers:
-                layer.plan = plan
-        token = CURRENT_CACHE.set(self._cache)
-        try:
-            with torch.inference_mode():
-                logits = self._model(
-                    input_ids=token_ids,
-                    position_ids=positions,
-                    logits_to_keep=kept_rows,
-                    use_cache=True,
-                    **{self._cache_argument: self._cache},
-                ).logits[0]
-        finally:
-            CURRENT_CACHE.reset(token)
-            for layer in self._cache.paged_layers:
-                layer.plan = None
-        # A copy made out here is an ordinary tensor, which the caller may change.
-        result: torch.Tensor = logits.to("cpu", torch.float32, copy=True)
-        return result
+    def _decoded(self, items: Sequence[StepItem]) -> torch.Tensor | None:
+        """Logits [num_items, vocab] of a step in which all decode; None where that is not this."""
+        if self._decode is None or any(len(item.token_ids) > 1 for item in items):
+            return None
+        if not self._decode.takes(len(items), max(item.start for item in items)):
+            return None
+        from coldpage.engine.decode_steps import DecodeRow
+
+        rows = [
+            DecodeRow(int(item.token_ids[0]), item.start, item.kv_cache.page_indices)
+            for item in items
+        ]
+        logits = self._decode.run(rows)
+        if all(item.logits is not LogitsWanted.NONE for item in items):
+            return logits
+        kept = [i for i, item in enumerate(items) if item.logits is not LogitsWanted.NONE]
+        return logits[kept]
+
+    def _packed(self, items: Sequence[StepItem]) -> torch.Tensor:
+        """Logits [rows, vocab] of any step."""
+        token_ids = np.concatenate([item.token_ids for item in items])
+        positions = np.concatenate([np.arange(i.start, i.start + len(i.token_ids)) for i in items])
+        inputs = to_device(
+            (
+                torch.from_numpy(token_ids.astype(np.int64))[None],
+                torch.from_numpy(positions.astype(np.int64))[None],
+                torch.from_numpy(np.concatenate(_logit_rows(items))),
+                self._plans(items),
+            ),
+            self._device,
+        )
+        return self._model.logits(*inputs)
 
     def _wait(self) -> None:
         """Block until the device has done what was enqueued: pages may move once a step is over.
@@ -159,23 +172,23 @@ class ModelRunner:
         """One for each layer group, in host memory."""
         rows = np.cumsum([0, *(len(item.token_ids) for item in items)])
         plans = []
-        for group_id, layers in self._layers_of.items():
+        for group in self._model.groups:
             spans = [
                 ItemSpan(
-                    int(row), item.start, len(item.token_ids), item.kv_cache.page_indices(group_id)
+                    int(row),
+                    item.start,
+                    len(item.token_ids),
+                    item.kv_cache.page_indices(group.layer_group_id),
                 )
                 for row, item in zip(rows, items, strict=False)
             ]
-            first = layers[0]
-            window = first.pages.window
-            assert all(layer.pages.window == window for layer in layers), (
-                "a layer group mixes sliding windows"
-            )
-            reads_back = first.pages.reads_back(self._dtype)
-            plans.append(
-                first.attention.plan(spans, self._tokens_per_block, window, reads_back=reads_back)
-            )
+            plans.append(group.attention.plan(group.pages, spans))
         return plans
+
+
+def _parts(logits: torch.Tensor, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
+    parts = torch.split(logits, [len(rows) for rows in _logit_rows(items)])
+    return [part if len(part) else None for part in parts]
 
 
 def _logit_rows(items: Sequence[StepItem]) -> list[npt.NDArray[np.int64]]:

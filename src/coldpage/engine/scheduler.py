@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -108,6 +109,11 @@ class Scheduler:
     def num_sessions(self) -> int:
         """Idle sessions kept."""
         return len(self.sessions)
+
+    @property
+    def runner_counters(self) -> Mapping[str, int]:
+        """How the runner ran its steps."""
+        return self._runner.counters
 
     def live_in(self, key: SessionKey) -> LiveRequest | None:
         """The request that is open in a session, if there is one."""

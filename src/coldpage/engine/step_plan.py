@@ -32,6 +32,7 @@ __all__ = [
     "index_tensor",
     "plan_chunk",
     "plan_group",
+    "slot_tensor",
     "write_places",
 ]
 
@@ -202,7 +203,7 @@ def _plan_decode(
         num_items=len(items),
         num_segments=total,
         segment_tokens=segment_blocks * tokens_per_block,
-        slots=index_tensor(np.concatenate(padded)),
+        slots=slot_tensor(np.concatenate(padded)),
         live=(lead, segment_blocks * tokens_per_block - tail) if total == 1 else None,
         dead=index_tensor(np.flatnonzero(all_dead)),
         bias=_bias(~all_dead.reshape(total, -1), dtype)[:, None, None],
@@ -236,7 +237,7 @@ def plan_chunk(
     first = max(0, item.start - window + 1) if cut and window is not None else 0
     slots, ordinals, lead, tail = _live_blocks(item.slots, first, item.start, tokens_per_block)
     total = len(slots) * tokens_per_block
-    history = Gather(index_tensor(slots), lead, total - tail) if lead + tail < total else None
+    history = Gather(slot_tensor(slots), lead, total - tail) if lead + tail < total else None
     if not cut or window is None:
         whole = _plan_whole(item, tokens_per_block) if has_whole else None
         return ChunkPlan(item.row, item.num_tokens, history, (), whole)
@@ -249,7 +250,7 @@ def plan_chunk(
 def _plan_whole(item: ItemSpan, tokens_per_block: int) -> Gather:
     stop = item.start + item.num_tokens
     slots, _, lead, tail = _live_blocks(item.slots, 0, stop, tokens_per_block)
-    return Gather(index_tensor(slots), lead, len(slots) * tokens_per_block - tail)
+    return Gather(slot_tensor(slots), lead, len(slots) * tokens_per_block - tail)
 
 
 def _plan_tiles(
@@ -266,6 +267,11 @@ def _plan_tiles(
         bias = _bias((k <= queries) & (k > queries - window), dtype)[None, None]
         tiles.append(Tile(first, stop, key_first, key_stop, bias))
     return tuple(tiles)
+
+
+def slot_tensor(values: npt.ArrayLike) -> torch.Tensor:
+    """What kernels read, int32."""
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
 
 
 def index_tensor(values: npt.ArrayLike) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +30,12 @@ __all__ = [
 
 
 class StepRunner(Protocol):
-    """What a scheduler needs of a model runner."""
+    """What a scheduler needs of a model runner. ``counters`` only grow, and are reported."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """How steps were run, by name."""
+        ...
 
     def forward(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
         """Write the items' pages; f32 logits [rows, vocab] for each item that wants them."""

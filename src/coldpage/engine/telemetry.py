@@ -50,7 +50,12 @@ def engine_stats(manager: KVCacheManager, scheduler: Scheduler) -> Stats:
         moves=dict(stats.moved_pages),
         moved_bytes=dict(stats.moved_bytes),
         hits_tokens=dict(scheduler.hits_tokens),
-        counters={**dict.fromkeys(_LOSSES, 0), **stats.totals, **scheduler.counters},
+        counters={
+            **dict.fromkeys(_LOSSES, 0),
+            **stats.totals,
+            **scheduler.counters,
+            **scheduler.runner_counters,
+        },
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         sessions=scheduler.num_sessions,

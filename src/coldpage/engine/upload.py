@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["pack", "to_device", "unpack"]
+__all__ = ["pack", "packed_bytes", "to_buffer", "to_device", "unpack"]
 
 # Where a part may begin: a multiple of what any kernel reads at once.
 _ALIGNMENT_BYTES: Final = 256
@@ -26,6 +26,19 @@ def to_device(tree: _Tree, device: torch.device) -> _Tree:
         return tree
     packed, _ = pack(list(_tensors(tree)), pin_memory=True)
     return unpack(tree, packed.to(device, non_blocking=True))
+
+
+def to_buffer(tree: _Tree, buffer: torch.Tensor) -> _Tree:
+    """The same tree with every tensor in ``buffer``, bytes on some device: at the same places
+    whenever the shapes are the same. Enqueues one copy on the current stream."""
+    packed, _ = pack(list(_tensors(tree)), pin_memory=buffer.is_cuda)
+    buffer[: len(packed)].copy_(packed, non_blocking=True)
+    return unpack(tree, buffer)
+
+
+def packed_bytes(tree: object) -> int:
+    """What ``to_buffer`` needs."""
+    return _offsets(list(_tensors(tree)))[-1]
 
 
 def pack(tensors: list[torch.Tensor], *, pin_memory: bool) -> tuple[torch.Tensor, list[int]]:

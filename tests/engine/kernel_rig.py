@@ -1,0 +1,23 @@
+"""Runners on the kernels that a GPU has, on the CPU too: under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from coldpage.engine import attention_choice, paged_model, runner
+from coldpage.engine.dense_attention import CudaAttention
+from tests.engine.stand_ins import StandIns
+
+
+def use_kernels(patch: pytest.MonkeyPatch) -> StandIns:
+    """From here on, runners that are made on the CPU do as on CUDA."""
+    made = StandIns()
+    for module in (attention_choice, runner):
+        patch.setattr(module, "follows_tables", lambda device: True)
+    patch.setattr(
+        attention_choice,
+        "dense_attention",
+        lambda device, dtype, head_dim: CudaAttention(made.operators(dtype)),
+    )
+    assert paged_model.choose_attention is attention_choice.choose_attention
+    return made
