@@ -81,12 +81,15 @@ class DecodeGraphs:
             self._pool = cuda.graph_pool_handle()
         current, stream = cuda.current_stream(self._device), cuda.Stream(self._device)
         stream.wait_stream(current)
+        graph = cuda.CUDAGraph()
+        # The outer block also for this: a failed capture leaves its own stream current.
         with cuda.stream(stream):
             for _ in range(_NUM_WARM_UPS):
                 forward()
+            # Other threads register memory meanwhile, which is none of this capture's business.
+            with cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                result = forward()
         current.wait_stream(stream)
-        graph = cuda.CUDAGraph()
-        # Other threads register memory meanwhile, which is none of this capture's business.
-        with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result = forward()
         return graph, result

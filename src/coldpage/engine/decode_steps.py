@@ -80,7 +80,9 @@ class DecodeSteps:
             (self._inputs((), [[]] * len(model.groups), self._max_rows), _no_changes(_MAX_CHANGES))
         )
         self._static = torch.empty(most_bytes, dtype=torch.uint8, device=model.device)
-        self.graphs = DecodeGraphs(model.device, is_enabled=use_graphs)
+        self.graphs = DecodeGraphs(
+            model.device, is_enabled=use_graphs and not model.turns_by_length
+        )
 
     def takes(self, num_rows: int, last_position: int) -> bool:
         """Whether a step of this size has room here."""
