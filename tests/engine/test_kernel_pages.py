@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,13 +20,17 @@ BLOCK = 16
 TYPES = [HotTypes(F32, F32), HotTypes(Q8_0, TURBO4), HotTypes(TURBO4, F16)]
 
 
-def benches(monkeypatch: pytest.MonkeyPatch, kind: str, **more: Any) -> tuple[Bench, Bench]:
-    """One on kernels, and one on the CPU's own attention."""
-    sizes = {"tokens_per_block": BLOCK, "head_dim": 64, **more}
-    with monkeypatch.context() as patch:
-        use_kernels(patch)
-        on_kernels = Bench(kind, **sizes)
-    return on_kernels, Bench(kind, **sizes)
+@pytest.fixture
+def benches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bench, Bench]]:
+    """Makes one on kernels, and one on the CPU's own attention."""
+
+    def make(kind: str, **more: Any) -> tuple[Bench, Bench]:
+        sizes = {"tokens_per_block": BLOCK, "head_dim": 64, **more}
+        on_cpu = Bench(kind, **sizes)
+        use_kernels(monkeypatch)
+        return Bench(kind, **sizes), on_cpu
+
+    return make
 
 
 def check(ours: torch.Tensor | None, theirs: torch.Tensor | None, types: HotTypes) -> None:
@@ -44,12 +49,12 @@ def check(ours: torch.Tensor | None, theirs: torch.Tensor | None, types: HotType
     ids=str,
 )
 def test_steps_of_every_kind_agree_with_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, kind: str, types: HotTypes
+    benches: Callable[..., tuple[Bench, Bench]], kind: str, types: HotTypes
 ) -> None:
     """The interpreter takes seconds for each."""
     lengths, starts = [30, 22, 41], [29, 10, 30]
     results = []
-    for bench in benches(monkeypatch, kind, types=types):
+    for bench in benches(kind, types=types):
         tables = [bench.table(n + 1) for n in lengths]
         texts = [text(n + 1, seed=n) for n in lengths]
         outputs = [
@@ -72,11 +77,11 @@ def test_steps_of_every_kind_agree_with_the_cpu(
 
 
 def test_holes_and_pages_that_a_window_has_left_are_not_read(
-    monkeypatch: pytest.MonkeyPatch,
+    benches: Callable[..., tuple[Bench, Bench]],
 ) -> None:
     """NaN lies there."""
     results = []
-    for bench in benches(monkeypatch, "gemma3", types=TYPES[1]):
+    for bench in benches("gemma3", types=TYPES[1]):
         tokens, table = text(70), bench.table(70)
         windowed = table.slots[bench.windows.index(8)]
         outputs = [bench.prefill(table, tokens[:40])]

@@ -55,11 +55,12 @@ class BlockTables:
             wanted = mirror.copy()
             for row, own in zip(wanted, rows, strict=True):
                 row[: len(own)] = own
-            at = np.nonzero(wanted != mirror)
-            new = wanted[at]
-            mirror[at] = new
-            row_places = (group * self._mirror.shape[1] + at[0]) * self.max_blocks
-            places.append(row_places + at[1])
+            # In one dimension, where numpy skips equal entries many at a time.
+            differing = np.flatnonzero((wanted != mirror).ravel())
+            at, column = np.divmod(differing, max(width, 1))
+            new = wanted[at, column]
+            mirror[at, column] = new
+            places.append((group * self._mirror.shape[1] + at) * self.max_blocks + column)
             slots.append(new)
         return TableChanges(np.concatenate(places), np.concatenate(slots))
 

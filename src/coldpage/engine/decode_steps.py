@@ -20,7 +20,7 @@ from coldpage.engine.kernel_plan import plan_parts
 from coldpage.engine.paged_model import LayerGroup, PagedModel
 from coldpage.engine.step_plan import GroupPlan, Write
 from coldpage.engine.upload import packed_bytes, to_buffer, to_device
-from coldpage.kernels.decode_attention import DecodeBatch
+from coldpage.kernels.decode_plan import DecodeBatch
 from coldpage.types import Int32Array, LayerGroupId
 
 __all__ = ["DecodeRow", "DecodeSteps"]

@@ -15,7 +15,8 @@ from coldpage.engine.dense_pages import attend_tiles
 from coldpage.engine.kernel_plan import plan_kernel_group
 from coldpage.engine.paged_attention import LayerPages, Scratch
 from coldpage.engine.step_plan import ChunkPlan, Gather, GroupPlan, ItemSpan, Write
-from coldpage.kernels.decode_attention import AttentionOptions, DecodeBatch, decode_attention
+from coldpage.kernels.decode_attention import decode_attention
+from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch
 from coldpage.kernels.gather_pages import gather_pages
 from coldpage.kernels.kv_types import KVPages, page_views
 from coldpage.kernels.merge_attention import merge_attention

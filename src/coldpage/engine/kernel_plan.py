@@ -19,7 +19,7 @@ from coldpage.engine.step_plan import (
     slot_tensor,
     write_places,
 )
-from coldpage.kernels.decode_attention import DecodeBatch, max_decode_items, plan_decode
+from coldpage.kernels.decode_plan import DecodeBatch, plan_decode
 from coldpage.types import Int32Array
 
 __all__ = ["DecodeParts", "plan_kernel_group", "plan_parts"]
@@ -28,19 +28,17 @@ __all__ = ["DecodeParts", "plan_kernel_group", "plan_parts"]
 class DecodeParts(NamedTuple):
     """How the contexts of a batch are cut into parts that programs attend to. See DecodeBatch."""
 
-    items: Int32Array  # [max_decode_items, 4]
+    items: Int32Array  # [max_decode_items, 4]; how many follows from the batch alone
     first_items: Int32Array  # [batch + 1]
 
 
 def plan_parts(pages: LayerPages, num_tokens: Int32Array) -> DecodeParts:
     """Pure. ``num_tokens`` [batch] are visible in each row, with the new one; 0: no row there."""
-    num_kv_heads = pages.keys.num_kv_heads
     items, first_items = plan_decode(
         num_tokens,
         tokens_per_block=pages.keys.tokens_per_block,
+        num_kv_heads=pages.keys.num_kv_heads,
         window=pages.window,
-        num_kv_heads=num_kv_heads,
-        max_items=max_decode_items(len(num_tokens), num_kv_heads),
     )
     return DecodeParts(items, first_items)
 

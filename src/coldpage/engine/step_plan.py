@@ -6,17 +6,15 @@ operators that know no pages: for those that do, see ``kernel_plan``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from coldpage.engine.dense_attention import BIAS_ALIGNMENT
+from coldpage.kernels.decode_plan import DecodeBatch
 from coldpage.types import Int32Array, Int64Array
-
-if TYPE_CHECKING:
-    from coldpage.kernels.decode_attention import DecodeBatch
 
 __all__ = [
     "MIN_TILE_TOKENS",
