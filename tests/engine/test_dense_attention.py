@@ -4,6 +4,8 @@ CUDA's operators.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from coldpage.engine.dense_attention import (
     plain_attention,
 )
 from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.kernels.merge_attention import merge_attention_reference
 from tests.engine.attention_cases import bias_of, defined, sides
 from tests.engine.runner_bench import Bench, assert_close, text
 from tests.engine.stand_ins import StandIns
@@ -71,6 +74,8 @@ def test_an_operator_does_what_attention_is(
         (512, 1024, torch.bfloat16, False, "cudnn"),
         (512, 512, torch.float16, False, "cudnn"),
         (512, 1008, torch.bfloat16, False, "flash"),
+        (512, 4096, torch.bfloat16, False, "cudnn"),
+        (300, 4112, torch.bfloat16, False, "flash"),
         (256, 1024, torch.bfloat16, False, "flash"),
         (1, 1024, torch.bfloat16, False, "flash"),
         (512, 1024, torch.bfloat16, True, "efficient"),
@@ -87,6 +92,39 @@ def test_the_shapes_choose_the_operator(
     _, lse = attend(query, key, value, bias=bias, scale=None)
     assert stand_ins.calls == [operator]
     assert lse.shape == (1, 2, queries)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "split"),
+    [(512, 4112, 4096), (768, 33_000, 32_768), (512, 12_300, 12_288), (512, 6000, 5888)],
+)
+def test_most_of_a_long_odd_history_goes_to_cudnn(
+    monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, split: int
+) -> None:
+    stand_ins = StandIns()
+    attend = CudaAttention(stand_ins.operators(torch.bfloat16))
+    sizes: list[int] = []
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> Any:
+        sizes.append(key.shape[2])
+        return plain_attention(query[:, :, :3], key, value, **more)
+
+    monkeypatch.setattr("tests.engine.stand_ins.plain_attention", plain)
+    merged: list[tuple[torch.Tensor, ...]] = []
+
+    def merge(*parts: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        merged.append(parts)
+        result, lse = merge_attention_reference(*parts)
+        return out.copy_(result), lse
+
+    monkeypatch.setattr("coldpage.kernels.merge_attention.merge_attention", merge)
+    query, key, value = sides(torch.bfloat16, 1, 2, 1, queries, keys)
+    out, lse = attend(query, key, value, scale=None)
+    assert stand_ins.calls == ["cudnn", "flash"]
+    assert sizes == [split, keys - split]
+    wanted, lse_wanted = plain_attention(query[:, :, :3], key, value, scale=None)
+    torch.testing.assert_close(out.float(), wanted.float(), rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse, lse_wanted, rtol=0, atol=2e-2)
 
 
 @pytest.fixture

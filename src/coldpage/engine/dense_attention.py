@@ -27,6 +27,11 @@ BIAS_ALIGNMENT: Final = 8
 # the flash operator there.
 _MIN_CUDNN_QUERIES: Final = 512
 _CUDNN_SIZE_STEP: Final = 256
+# Where the number of keys is not from that list, the most that is goes to cuDNN and the rest to the
+# flash operator: of so many keys that saves more than two launches and a merge cost. At most a
+# sixteenth is left, so that there are few sizes however many keys there are.
+_MIN_SPLIT_KEYS: Final = 4096
+_MIN_SPLIT_PARTS: Final = 16
 
 # An operator of torch's with the arguments of its schema; the first two results count.
 _Operator = Callable[..., Any]
@@ -170,12 +175,30 @@ class CudaAttention:
                 query, key, value, None, True, 0.0, is_causal, False, scale=scale
             )[:2]
             return out, lse.reshape(out.shape[:3])
+        num_split = _keys_for_cudnn(query, key)
+        if bias is None and operators.cudnn is not None and not is_causal and num_split:
+            return self._in_two(query, key, value, num_split, scale)
         if bias is None and operators.flash is not None:
             out, lse = operators.flash(query, key, value, 0.0, is_causal, False, scale=scale)[:2]
             return out, lse
         if operators.efficient is not None:
             return self._efficient(operators.efficient, query, key, value, bias, is_causal, scale)
         return plain_attention(query, key, value, bias=bias, is_causal=is_causal, scale=scale)
+
+    def _in_two(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        split: int,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``split`` keys and the others apart. For a batch of one."""
+        from coldpage.kernels.merge_attention import merge_attention
+
+        first = self(query, key[:, :, :split], value[:, :, :split], scale=scale)
+        rest = self(query, key[:, :, split:], value[:, :, split:], scale=scale)
+        return merge_attention(*first, *rest, out=first[0])
 
     @staticmethod
     def _efficient(
@@ -204,6 +227,17 @@ class CudaAttention:
             out = out.transpose(0, 1).reshape(1, heads, num_queries, head_dim)
             lse = lse.transpose(0, 1).reshape(1, heads, num_queries)
         return out, lse
+
+
+def _keys_for_cudnn(query: torch.Tensor, key: torch.Tensor) -> int:
+    """How many of a long row of keys make a shape for cuDNN; 0: none, or all of them do."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_keys < _MIN_SPLIT_KEYS or query.shape[0] > 1:
+        return 0
+    if num_queries < _MIN_CUDNN_QUERIES or num_queries % _CUDNN_SIZE_STEP:
+        return 0
+    step = max(_CUDNN_SIZE_STEP, 1 << (num_keys // _MIN_SPLIT_PARTS).bit_length() - 1)
+    return num_keys - num_keys % step
 
 
 def _is_for_cudnn(query: torch.Tensor, key: torch.Tensor) -> bool:
