@@ -44,18 +44,17 @@ PLAIN_SHAPES = [Shape(16, 16, 2, 37), Shape(80, 16, 3, 9), *SHAPES]
 
 
 def canary_pool(
-    kv_type: KVType, shape: Shape, device: str, num_slots: int
+    kv_type: KVType, shape: Shape, device: str, num_slots: int, *, is_value: bool
 ) -> tuple[torch.Tensor, KVPages]:
     """A pool full of canaries, uint8 [num_slots, page_bytes], and the views of a buffer."""
     num_bytes = shape.kv_heads * shape.tokens_per_block * kv_type.vector_bytes(shape.head_dim)
     page_bytes = BEFORE_BYTES + num_bytes + BEHIND_BYTES
     pool = torch.full((num_slots, page_bytes), CANARY, dtype=torch.uint8, device=device)
     buffers = pool[:, BEFORE_BYTES:-BEHIND_BYTES]
-    views = page_views(buffers, kv_type, shape.tokens_per_block, shape.kv_heads, shape.head_dim)
-    return pool, views
+    return pool, _views(buffers, kv_type, shape, is_value=is_value)
 
 
-def huge_pages(kv_type: KVType, shape: Shape, device: str) -> KVPages:
+def huge_pages(kv_type: KVType, shape: Shape, device: str, *, is_value: bool) -> KVPages:
     """Three pages, the last of which is more than 2^31 elements behind the first."""
     num_bytes = shape.kv_heads * shape.tokens_per_block * kv_type.vector_bytes(shape.head_dim)
     num_slots, page_bytes = 3, (2**30 + 4096) * kv_type.value_dtype.itemsize
@@ -63,6 +62,9 @@ def huge_pages(kv_type: KVType, shape: Shape, device: str) -> KVPages:
         pool = torch.from_numpy(np.zeros((num_slots, page_bytes), np.uint8))
     else:
         pool = torch.empty((num_slots, page_bytes), dtype=torch.uint8, device=device)
-    return page_views(
-        pool[:, -num_bytes:], kv_type, shape.tokens_per_block, shape.kv_heads, shape.head_dim
-    )
+    return _views(pool[:, -num_bytes:], kv_type, shape, is_value=is_value)
+
+
+def _views(buffers: torch.Tensor, kv_type: KVType, shape: Shape, *, is_value: bool) -> KVPages:
+    head_dim, block, heads, _ = shape
+    return page_views(buffers, kv_type, block, heads, head_dim, is_value=is_value)

@@ -28,36 +28,41 @@ class Case(NamedTuple):
     shape: Shape
     kv_type: KVType
     dtype: torch.dtype
+    is_value: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{'-'.join(map(str, self.shape))}-{self.kv_type.name}-{dtype}"
+        side = "value" if self.is_value else "key"
+        return f"{'-'.join(map(str, self.shape))}-{self.kv_type.name}-{side}-{dtype}"
 
 
-# Each type meets each shape, and each dtype in turn.
+# Pages of no power of two of tokens too. Each type meets each shape, and each dtype in turn.
+PACKED = itertools.product([*SHAPES, Shape(64, 24, 2, 50)], [Q8_0, TURBO4], [False, True])
+PLAIN = itertools.product(PLAIN_SHAPES, [F32, BF16], [False])
 CASES = [
-    Case(shape, kv_type, dtype)
-    for (shape, kv_type), dtype in zip(
-        [*itertools.product(SHAPES, [Q8_0, TURBO4]), *itertools.product(PLAIN_SHAPES, [F32, BF16])],
-        itertools.cycle(DTYPES),
-        strict=False,
+    Case(shape, kv_type, dtype, is_value)
+    for (shape, kv_type, is_value), dtype in zip(
+        [*PACKED, *PLAIN], itertools.cycle(DTYPES), strict=False
     )
 ]
 # What a model's own type becomes: itself.
 CASES += [Case(SHAPES[1], *same) for same in ((BF16, torch.bfloat16), (F16, torch.float16))]
-CASES += [Case(SHAPES[1], packed, torch.bfloat16) for packed in (Q8_0, TURBO4)]
+CASES += [
+    Case(SHAPES[1], kv_type, torch.bfloat16, is_value)
+    for kv_type, is_value in itertools.product((Q8_0, TURBO4), (False, True))
+]
 
 
 def _full_pages(case: Case, device: str, num_slots: int) -> KVPages:
     head_dim, block, heads, _ = case.shape
-    _, pages = canary_pool(case.kv_type, case.shape, device, num_slots)
+    _, pages = canary_pool(case.kv_type, case.shape, device, num_slots, is_value=case.is_value)
     generator = torch.Generator().manual_seed(head_dim)
     x = torch.randn(num_slots, block, heads, head_dim, generator=generator)
     x *= 10 ** torch.randn(num_slots, 1, heads, 1, generator=generator)
     if device == "cpu":
         x = x.bfloat16().float()  # needs no rounding: the interpreter cuts bits off instead
     packed, scales = pack(x, case.kv_type)
-    pages.values.copy_(packed)
+    pages.values.copy_(packed.unflatten(-1, pages.values.shape[3:]))
     if pages.scales is not None and scales is not None:
         pages.scales.copy_(scales)
     return pages
@@ -92,11 +97,12 @@ def test_rows_are_the_references(device: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
 @pytest.mark.parametrize("kv_type", [Q8_0, TURBO4, F16], ids=lambda t: t.name)
 def test_the_tiles_of_many_pages_are_the_references(
-    device: str, kv_type: KVType, monkeypatch: pytest.MonkeyPatch
+    device: str, kv_type: KVType, is_value: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(Shape(128, 16, 3, 100), kv_type, torch.float16)
+    case = Case(Shape(128, 16, 3, 100), kv_type, torch.float16, is_value)
     if device == "cpu":  # the interpreter takes seconds for what makes tiles large
         monkeypatch.setattr("coldpage.kernels.gather_pages._LARGE_FROM", 1)
     else:
@@ -106,9 +112,10 @@ def test_the_tiles_of_many_pages_are_the_references(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_may_be_further_apart_than_32_bits_count(device: str) -> None:
+@pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
+def test_pages_may_be_further_apart_than_32_bits_count(device: str, is_value: bool) -> None:
     shape = Shape(128, 16, 1, 32)
-    pages = huge_pages(Q8_0, shape, device)
+    pages = huge_pages(Q8_0, shape, device, is_value=is_value)
     assert pages.scales is not None
     for slot in (0, 2):
         pages.values[slot], pages.scales[slot] = slot + 3, 0.5
@@ -122,15 +129,18 @@ _LAUNCHES = """
 from coldpage.kernels.gather_pages import gather_pages
 for num_blocks in 1024, 1025:
     for kv_type in TURBO4, Q8_0, BF16:
-        out = torch.empty(8, num_blocks * 16, 128, dtype=torch.bfloat16)
-        gather_pages(pages(kv_type), torch.zeros(num_blocks, dtype=torch.int32), out)
+        for is_value in False, True:
+            out = torch.empty(8, num_blocks * 16, 128, dtype=torch.bfloat16)
+            slots = torch.zeros(num_blocks, dtype=torch.int32)
+            gather_pages(pages(kv_type, is_value), slots, out)
 """
 
 
 def test_numbers_move_in_vectors(tmp_path: Path) -> None:
-    turbo4, q8_0, bf16 = memory_and_dot_instructions(_LAUNCHES, tmp_path)
-    # 8192 numbers by 128 threads: bytes stored are the same for all, bytes loaded are not.
-    for ops, num_loads in ((turbo4, 2), (q8_0, 4), (bf16, 8)):
+    found = memory_and_dot_instructions(_LAUNCHES, tmp_path)
+    # 8192 numbers by 128 threads: bytes stored are the same for all, bytes loaded are not. Plain
+    # values lie as plain keys do.
+    for ops, num_loads in zip(found, (2, 2, 4, 4, 8), strict=True):
         assert ops["ld.global.v4.b32"] == num_loads
         stores = {op: n for op, n in ops.items() if op.startswith("st.")}
         assert stores == {"st.global.v4.b32": 8}

@@ -13,7 +13,7 @@ import torch
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVPages, KVType
 from coldpage.kernels.packing import unpack
 from coldpage.kernels.write_pages import write_pages, write_pages_reference
-from tests.kernels.offline import memory_and_dot_instructions
+from tests.kernels.offline import compiled_kernels
 from tests.kernels.pools import (
     BEFORE_BYTES,
     BEHIND_BYTES,
@@ -69,7 +69,10 @@ class Written(NamedTuple):
 def _write(write: Callable[..., None], case: Case, inputs: list[torch.Tensor]) -> Written:
     num_slots = case.shape.num_tokens // case.shape.tokens_per_block + 3
     device = inputs[0].device.type
-    made = [canary_pool(kv_type, case.shape, device, num_slots) for kv_type in case.types]
+    made = [
+        canary_pool(kv_type, case.shape, device, num_slots, is_value=is_value)
+        for kv_type, is_value in zip(case.types, (False, True), strict=True)
+    ]
     written = Written(*zip(*made, strict=True))
     write(*written.pages, *inputs)
     return written
@@ -101,7 +104,7 @@ def _assert_turbo4_near(pages: KVPages, expected: KVPages) -> None:
     assert (ulps.abs() <= 1).all()
     ones = torch.ones_like(pages.scales)
     numbers, others = (
-        unpack(side.values, ones, TURBO4, torch.float32) for side in (pages, expected)
+        unpack(side.values.flatten(-2), ones, TURBO4, torch.float32) for side in (pages, expected)
     )
     assert ((numbers - others).abs() <= 0.67).all()  # the widest step of the codebook
 
@@ -169,8 +172,9 @@ def test_pages_may_be_further_apart_than_32_bits_count(device: str) -> None:
     case = Case(Shape(128, 16, 1, 3), (Q8_0, TURBO4), torch.float32)
     key, value, _, offsets = _inputs(case, device)
     slots = torch.arange(3, dtype=torch.int32, device=device)
-    far = [huge_pages(kv_type, case.shape, device) for kv_type in case.types]
-    near = [canary_pool(kv_type, case.shape, device, 3)[1] for kv_type in case.types]
+    sides = list(zip(case.types, (False, True), strict=True))
+    far = [huge_pages(t, case.shape, device, is_value=is_value) for t, is_value in sides]
+    near = [canary_pool(t, case.shape, device, 3, is_value=is_value)[1] for t, is_value in sides]
     for pages in (far, near):
         write_pages(*pages, key, value, slots, offsets)
     place = slots.long(), offsets.long()
@@ -187,19 +191,24 @@ for kv_type, *counts in (TURBO4, 1, 17, 64), (Q8_0, 64, 63), (BF16, 4096, 4097):
     for num_tokens in counts:
         fused = torch.zeros(num_tokens, 24, 128, dtype=torch.bfloat16)
         place = torch.zeros(num_tokens, dtype=torch.int32)
-        sides = pages(kv_type), pages(kv_type)
+        sides = pages(kv_type), pages(kv_type, is_value=True)
         write_pages.write_pages(*sides, fused[:, :8], fused[:, 16:], place, place)
 """
 
 
 def test_numbers_move_in_vectors_and_are_rotated_by_tensor_cores(tmp_path: Path) -> None:
-    found = memory_and_dot_instructions(_LAUNCHES, tmp_path)
+    kernels = compiled_kernels(_LAUNCHES, tmp_path)
+    found = [kernel.memory_and_dot_instructions for kernel in kernels]
     assert len(found) == 3  # none is compiled for a number of tokens
     for ops in found:
         assert ops["ld.global.v4.b32"] >= 2
         # No other loads but of slots and offsets.
         assert set(ops) & {"ld.global.b16", "ld.global.b8", "ld.global.v2.b32"} == set()
         assert ops["st.global.v4.b32"] + ops["st.global.v2.b32"] >= 1
-        assert ops["st.global.b8"] == ops["st.global.b32"] == 0
+        assert ops["st.global.b32"] == 0
+    # Of packed values no byte's neighbour is a thread's own, but the next threads'.
+    assert [ops["st.global.b8"] for ops in found] == [8, 16, 0]
+    tokens = [kernel.threads_of_byte_stores[-1][1] for kernel in kernels[:2]]
+    assert tokens == [16, 32]
     is_rotated = [any("mma" in op for op in ops) for ops in found]
     assert is_rotated == [True, False, False]

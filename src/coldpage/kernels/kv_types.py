@@ -1,19 +1,27 @@
 """How keys and values are stored in hot pages: the types, and where in a buffer each part lies.
 
-A *vector* is the K or V of one token and KV head: ``head_dim`` numbers. A buffer holds the vectors
-of one block, layer and role, head by head, so that what one KV head reads of a page is contiguous:
+A *vector* is the K or V of one token and KV head: ``head_dim`` numbers, in *parts* of as many as
+share a scale (all of them, where there are no scales). A buffer holds the vectors of one block,
+layer and role, head by head, so that what one KV head reads of a page is contiguous; behind them
+the scales, where the type has them:
 
-    values [kv_heads, tokens_per_block, values_bytes]
-    scales [kv_heads, tokens_per_block, num_scales] f16, of the types that have them, behind them
+    plain types  [kv_heads, tokens_per_block, head_dim]
+    packed keys  [kv_heads, parts, tokens_per_block, part_values]
+    packed values  [kv_heads, parts, part_values, tokens_per_block]
+    scales       [kv_heads, tokens_per_block, parts] f16
 
-| type | values of a vector | scales |
+A part is what attention multiplies at a time. It adds up a key's numbers and a value's tokens, so
+those are neighbours: as 16 bits they would be turned on their way through shared memory, which
+bytes can not be.
+
+| type | values of a part | scale |
 |---|---|---|
 | f32, f16, bf16 | head_dim numbers | none |
-| q8_0 | head_dim int8 | one a group of 32: value = int8 x scale |
-| turbo4 | head_dim / 2 bytes | one a group of 128 (of head_dim, where that is 64): the norm |
+| q8_0 | 32 int8 | value = int8 x scale |
+| turbo4 | 64 bytes for 128 numbers (32 for 64, where that is head_dim) | the norm |
 
 ``turbo4`` stores the rotated vector (``kernels.rotation``), and 4 bits a number: an index into the
-codebook, whose low 3 bits are the magnitude and whose high bit is the sign. Byte ``i`` of a group
+codebook, whose low 3 bits are the magnitude and whose high bit is the sign. Byte ``i`` of a part
 of ``n`` numbers holds number ``i`` in its low half and number ``i + n / 2`` in its high half.
 """
 
@@ -100,8 +108,8 @@ class KVPages(NamedTuple):
     """One layer's K or V in the hot pool: views, in the order in which attention thinks of them."""
 
     kv_type: KVType
-    values: torch.Tensor  # [num_slots, tokens_per_block, kv_heads, num_values]
-    scales: torch.Tensor | None  # [num_slots, tokens_per_block, kv_heads, num_scales] f16
+    values: torch.Tensor  # [num_slots, tokens_per_block, kv_heads, parts, part_values]
+    scales: torch.Tensor | None  # [num_slots, tokens_per_block, kv_heads, parts] f16
 
     @property
     def tokens_per_block(self) -> int:
@@ -116,24 +124,41 @@ class KVPages(NamedTuple):
     @property
     def head_dim(self) -> int:
         """Numbers of a vector."""
-        return self.values.shape[3] * self.values.element_size() * 8 // self.kv_type.bits
+        num_values = self.values.shape[3] * self.values.shape[4]
+        return num_values * self.values.element_size() * 8 // self.kv_type.bits
 
 
 def page_views(
-    pool: torch.Tensor, kv_type: KVType, tokens_per_block: int, num_kv_heads: int, head_dim: int
+    pool: torch.Tensor,
+    kv_type: KVType,
+    tokens_per_block: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    is_value: bool,
 ) -> KVPages:
     """The views of a pool of buffers, uint8 [num_slots, buffer_bytes], whose rows may be any number
-    of bytes apart. No copy."""
+    of bytes apart, that hold keys, or values. No copy."""
     assert pool.dtype == torch.uint8 and kv_type.supports(head_dim)
     vectors = num_kv_heads * tokens_per_block
     assert pool.shape[1] == vectors * kv_type.vector_bytes(head_dim)
     num_scales = kv_type.num_scales(head_dim)
+    num_parts = max(1, num_scales)
+    part_values = kv_type.num_values(head_dim) // num_parts
     split = pool.shape[1] - vectors * num_scales * 2
-    by_head = (-1, num_kv_heads, tokens_per_block)
     values = pool[:, :split].view(kv_type.value_dtype)
+    if not num_scales:
+        plain = values.view(-1, num_kv_heads, tokens_per_block, 1, part_values)
+        return KVPages(kv_type, plain.transpose(1, 2), None)
+    if is_value:
+        packed = values.view(-1, num_kv_heads, num_parts, part_values, tokens_per_block)
+        values = packed.permute(0, 4, 1, 2, 3)
+    else:
+        packed = values.view(-1, num_kv_heads, num_parts, tokens_per_block, part_values)
+        values = packed.permute(0, 3, 1, 2, 4)
     scales = pool[:, split:].view(torch.float16)
     return KVPages(
         kv_type,
-        values.view(*by_head, kv_type.num_values(head_dim)).transpose(1, 2),
-        scales.view(*by_head, num_scales).transpose(1, 2) if num_scales else None,
+        values,
+        scales.view(-1, num_kv_heads, tokens_per_block, num_scales).transpose(1, 2),
     )

@@ -5,6 +5,10 @@ as the scale, so that no quotient passes 127, and rounds quotients half to even.
 the codebook value nearest to each number of the rotated group, relative to the group's root mean
 square, and a norm (f16) for which ``norm * codebook[index]`` is as long as the group was.
 
+``unpack`` and ``gather_pages`` read with the codebook in f32. ``decode_attention`` has it in bf16
+on a GPU: each of its numbers is 2^-9 of itself off or so (2^-8 at most), a fiftieth of what a
+number is off that was stored as one of them.
+
 The functions with ``_tile`` in their name are Triton's: they work on tiles in a kernel, and give
 the same numbers as the reference (turbo4 up to the rounding of its sums).
 """
@@ -46,7 +50,7 @@ _THRESHOLDS = tl.constexpr(THRESHOLDS)
 
 
 class Chunks(NamedTuple):
-    """How kernels cut the vectors of K or V: whole, or into the groups that share a scale."""
+    """How kernels cut the vectors of K or V: into parts, see ``kv_types``."""
 
     kind: int  # IS_PLAIN and so on
     numbers: int  # of a chunk
@@ -66,7 +70,8 @@ def chunks_of(kv_type: KVType, num_heads: int, head_dim: int) -> Chunks:
 
 def pack(x: torch.Tensor, kv_type: KVType) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Vectors [..., head_dim], not yet rotated, as ``kv_type`` stores them: values [...,
-    num_values] of its dtype, and scales f16 [..., num_scales] where it has them. Pure.
+    num_values] of its dtype, part by part, and scales f16 [..., num_scales] of the types with
+    them. Pure.
     """
     assert kv_type.supports(x.shape[-1])
     group = kv_type.group(x.shape[-1])

@@ -4,9 +4,9 @@
     slots, offsets   [num_tokens] int32: the page of each token and its place there; slot < 0: none
     pages            KVPages of K and of V, each of its own type
 
-A program takes some *chunks* of K or of V: whole vectors of a plain type, or the groups that share
-a scale. The rotation of ``turbo4`` is two products with half of the Hadamard matrix, whose other
-half is the same up to sign, and gives the two halves of the bytes as it is.
+A program takes some *chunks* of K or of V: parts of the vectors (``kv_types``), the same one of
+tokens that are neighbours. The rotation of ``turbo4`` is two products with half of the Hadamard
+matrix, whose other half is the same up to sign, and gives the two halves of the bytes as it is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DOT_TYPES: Final = {
 def _rotated_halves(  # type: ignore[no-untyped-def]
     source,
     number_stride,
-    is_token,
+    is_row,
     rotation_ptr,
     HALF: tl.constexpr,
     DOT: tl.constexpr,
@@ -61,8 +61,8 @@ def _rotated_halves(  # type: ignore[no-untyped-def]
     upper = tl.load(corner)
     lower = tl.load(corner + HALF * 2 * HALF)
     at = source[:, None] + column[None, :] * number_stride
-    first = tl.load(at, mask=is_token[:, None], other=0).to(DOT)
-    second = tl.load(at + HALF * number_stride, mask=is_token[:, None], other=0).to(DOT)
+    first = tl.load(at, mask=is_row[:, None], other=0).to(DOT)
+    second = tl.load(at + HALF * number_stride, mask=is_row[:, None], other=0).to(DOT)
     even = tl.dot(first, upper, input_precision="ieee")
     odd = tl.dot(second, lower, input_precision="ieee")
     return even + odd, even - odd
@@ -86,36 +86,37 @@ def _write_side(  # type: ignore[no-untyped-def]
     PER_VECTOR: tl.constexpr = CHUNKS[3]
     NUM_HEADS: tl.constexpr = CHUNKS[4]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = row // (NUM_HEADS * PER_VECTOR)
-    head = row // PER_VECTOR % NUM_HEADS
-    chunk = row % PER_VECTOR
-    is_token = token < num_tokens
-    slot = tl.load(slots + token, mask=is_token, other=-1)
-    offset = tl.load(offsets + token, mask=is_token, other=0)
+    token = row % num_tokens
+    chunk = row // num_tokens % PER_VECTOR
+    head = row // num_tokens // PER_VECTOR
+    is_row = head < NUM_HEADS
+    slot = tl.load(slots + token, mask=is_row, other=-1)
+    offset = tl.load(offsets + token, mask=is_row, other=0)
     is_written = slot >= 0
     slot = slot.to(tl.int64)
     source += token.to(tl.int64) * strides[0] + head * strides[1]
     source += chunk * NUMBERS * strides[2]
-    values += slot * strides[3] + offset * strides[4] + head * strides[5]
-    # Loads are masked by is_token, so that they need not wait for the slots.
+    values += slot * strides[3] + offset * strides[4] + head * strides[5] + chunk * strides[6]
+    # Loads are masked by is_row, so that they need not wait for the slots. Stores are turned: where
+    # no numbers are neighbours in memory, the threads of a warp are, and rows are tokens.
     if KIND == IS_TURBO4:
-        low, high = _rotated_halves(source, strides[2], is_token, rotation_ptr, WIDTH // 2, DOT)
+        low, high = _rotated_halves(source, strides[2], is_row, rotation_ptr, WIDTH // 2, DOT)
         packed, scale = pack_turbo4_tile(low, high)
-        to = (values + chunk * (WIDTH // 2))[:, None] + tl.arange(0, WIDTH // 2)[None, :]
-        tl.store(to, packed, mask=is_written[:, None])
+        to = values[None, :] + tl.arange(0, WIDTH // 2)[:, None] * strides[7]
+        tl.store(to, tl.trans(packed), mask=is_written[None, :])
     else:
         column = tl.arange(0, WIDTH)
-        is_number = (column < NUMBERS)[None, :]
+        is_number = column < NUMBERS
         at = source[:, None] + column[None, :] * strides[2]
-        numbers = tl.load(at, mask=is_token[:, None] & is_number, other=0)
+        numbers = tl.load(at, mask=is_row[:, None] & is_number[None, :], other=0)
         if KIND == IS_Q8_0:
             numbers, scale = pack_q8_tile(numbers.to(tl.float32))
         elif numbers.dtype != values.dtype.element_ty:
             numbers = numbers.to(tl.float32).to(values.dtype.element_ty)
-        to = (values + chunk * NUMBERS)[:, None] + column[None, :]
-        tl.store(to, numbers, mask=is_written[:, None] & is_number)
+        to = values[None, :] + column[:, None] * strides[7]
+        tl.store(to, tl.trans(numbers), mask=is_written[None, :] & is_number[:, None])
     if KIND != IS_PLAIN:
-        scales += slot * strides[6] + offset * strides[7] + head * strides[8]
+        scales += slot * strides[8] + offset * strides[9] + head * strides[10]
         tl.store(scales + chunk, scale, mask=is_written)
 
 
@@ -135,7 +136,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     DOT: tl.constexpr,
 ):
     """Of each side: ``tensors`` are source, values, scales, rotation; ``strides`` those of the
-    source's tokens, heads and numbers, and of the slots, tokens and heads of values and scales.
+    source's tokens, heads and numbers, all five of values, and those of the scales' slots, tokens
+    and heads.
     """
     tokens = (slots, offsets, num_tokens)
     if tl.program_id(1) == 0:
@@ -196,7 +198,7 @@ def write_pages_reference(
     place = slots[is_written].long(), offsets[is_written].long()
     for pages, x in ((keys, key), (values, value)):
         packed, scales = pack(x[is_written], pages.kv_type)
-        pages.values[place] = packed
+        pages.values[place] = packed.reshape(-1, *pages.values.shape[2:])
         if pages.scales is not None and scales is not None:
             pages.scales[place] = scales
 
@@ -217,12 +219,12 @@ class _Side(NamedTuple):
 def _side(pages: KVPages, x: torch.Tensor, dot_dtype: torch.dtype) -> _Side:
     kv_type, stored, scales = pages
     num_tokens, num_heads, head_dim = x.shape
-    assert (num_heads, head_dim) == (pages.num_kv_heads, pages.head_dim) and stored.stride(3) == 1
+    assert (num_heads, head_dim) == (pages.num_kv_heads, pages.head_dim)
     chunks = chunks_of(kv_type, num_heads, head_dim)
     is_large = x.numel() >= _LARGE_FROM
     rows = max((_LARGE_TILE if is_large else _SMALL_TILE) // chunks.width, _MIN_DOT_ROWS)
     num_tiles = triton.cdiv(num_tokens * num_heads * chunks.per_vector, rows)
-    strides = x.stride() + stored.stride()[:3]
+    strides = x.stride() + stored.stride()
     if scales is None:  # the kernel reads neither scales nor rotation
         return _Side((x, stored, stored, stored), (*strides, 0, 0, 0), chunks, rows, num_tiles)
     assert scales.stride(3) == 1
