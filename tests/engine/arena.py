@@ -9,6 +9,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -101,6 +103,20 @@ def make_tiny(kind: str, seed: int = 0, head_dim: int = 8) -> PreTrainedModel:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, head_dim=head_dim, **common))
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, head_dim=head_dim, **common))
+    elif kind == "gpt_oss":  # attention sinks, sliding windows and experts
+        model = GptOssForCausalLM(
+            GptOssConfig(
+                num_hidden_layers=2,
+                head_dim=head_dim,
+                sliding_window=8,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+                **common,
+            )
+        )
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
     else:
         config = Gemma3TextConfig(
             num_hidden_layers=4,

@@ -45,7 +45,13 @@ def check(ours: torch.Tensor | None, theirs: torch.Tensor | None, types: HotType
 
 @pytest.mark.parametrize(
     ("kind", "types"),
-    [("llama", TYPES[0]), ("llama", TYPES[1]), ("gemma3", TYPES[0]), ("gemma3", TYPES[2])],
+    [
+        ("llama", TYPES[0]),
+        ("llama", TYPES[1]),
+        ("gemma3", TYPES[0]),
+        ("gemma3", TYPES[2]),
+        ("gpt_oss", TYPES[0]),
+    ],
     ids=str,
 )
 def test_steps_of_every_kind_agree_with_the_cpu(

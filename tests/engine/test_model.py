@@ -23,8 +23,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from coldpage.engine import geometry
 from coldpage.engine import model as model_module
-from coldpage.engine.geometry import LayerGeometry
+from coldpage.engine.geometry import LayerGeometry, measure_layers
 from coldpage.engine.model import load_model, manager_layers, model_cache_directory
 from coldpage.errors import ModelError
 from tests.engine.arena import make_tiny
@@ -94,6 +95,18 @@ def test_a_directory_loads_and_is_measured(kind: str, tmp_path: Path) -> None:
         ("key", 16 * 2 * 8 * 4),
         ("value", 16 * 2 * 8 * 4),
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_attention_sinks_is_measured(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("gpt_oss").to(dtype)
+    assert measure_layers(model, "tiny") == (LayerGeometry(2, 8, 8), LayerGeometry(2, 8, None))
+    # The comparison sees them: without their weight it is refused.
+    monkeypatch.setattr(geometry, "with_sinks", lambda out, lse, sinks: out)
+    with pytest.raises(ModelError, match="not plain causal"):
+        measure_layers(model, "tiny")
 
 
 def test_the_dtype_is_the_one_asked_for(tmp_path: Path) -> None:

@@ -17,6 +17,13 @@ NONE, LAST, ALL = LogitsWanted.NONE, LogitsWanted.LAST, LogitsWanted.ALL
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(params=["llama", "qwen2", "gemma3", "gpt_oss"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each family of tiny model, and one with attention sinks."""
+    value: str = request.param
+    return value
+
+
 @pytest.fixture(params=[512, 12])
 def segment_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Decode segments longer than every test sequence, and so short that there are many."""

@@ -227,6 +227,18 @@ def test_every_type_says_what_the_cpu_says(gpu: torch.device, kind: str, types: 
         assert float(difference.max()) < 0.2 * float(theirs.abs().max())
 
 
+def test_sinks_weigh_as_on_the_cpu(gpu: torch.device) -> None:
+    tokens, results = text(60), []
+    for device in (gpu, torch.device("cpu")):
+        bench = Bench("gpt_oss", device=device, use_graphs=False, **SIZES)
+        table = bench.table(60)
+        rows = [bench.prefill(table, tokens[:50], 13), bench.prefill(table, tokens, None)]
+        item = StepItem(table, 59, tokens[59:], LogitsWanted.LAST)
+        rows += [row for row in bench.runner.forward([item]) if row is not None]
+        results.append(torch.cat(rows))
+    torch.testing.assert_close(*results, rtol=0, atol=5e-4)
+
+
 def test_a_step_is_over_when_forward_returns(gpu: torch.device) -> None:
     bench = Bench("llama", device=gpu, **SIZES)
     bench.runner.forward([StepItem(bench.table(64), 0, text(64), LogitsWanted.NONE)])

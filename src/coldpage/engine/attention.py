@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from coldpage.engine.paged_attention import LayerPages, PagedAttention
+from coldpage.engine.paged_attention import LayerPages, PagedAttention, Scoring
 from coldpage.engine.step_plan import GroupPlan
 from coldpage.kernels.rotation import rotate, rotate_back
 
@@ -98,16 +98,17 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, total, head_dim] packed queries, and what ``PagedLayer.update`` returned -> [1,
-    total, heads, head_dim], and no weights."""
+    total, heads, head_dim], and no weights. ``s_aux`` is what transformers calls sinks."""
     layer_index: Any = module.layer_idx
     layer = CURRENT_CACHE.get().paged_layers[layer_index]
     assert layer.plan is not None and attention_mask is None
     assert sliding_window == layer.pages.window
     query = rotate(query, layer.pages.keys.kv_type)
-    out = _attend_row(layer, layer.plan, query, key, value, scaling)
+    out = _attend_row(layer, layer.plan, query, key, value, Scoring(scaling, s_aux))
     return rotate_back(out, layer.pages.values.kv_type), None
 
 
@@ -117,24 +118,24 @@ def _attend_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """All items of the packed row, in stored space. [1, total, heads, head_dim]"""
     attention, pages = layer.attention, layer.pages
     if plan.decode is None and len(plan.chunks) == 1:
-        out = attention.attend_chunk(pages, plan.chunks[0], query, key, value, scaling)
+        out = attention.attend_chunk(pages, plan.chunks[0], query, key, value, scoring)
         return out.transpose(1, 2)
     if not plan.chunks:
-        return attention.attend_decode(pages, plan, query[0].transpose(0, 1), scaling)[None]
+        return attention.attend_decode(pages, plan, query[0].transpose(0, 1), scoring)[None]
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     if plan.decode_rows is not None:
         rows = plan.decode_rows
         decoding = query[0].transpose(0, 1)[rows]
-        out[0, rows] = attention.attend_decode(pages, plan, decoding, scaling)
+        out[0, rows] = attention.attend_decode(pages, plan, decoding, scoring)
     for chunk in plan.chunks:
         span = slice(chunk.row, chunk.row + chunk.num_tokens)
         attended = attention.attend_chunk(
-            pages, chunk, query[:, :, span], key[:, :, span], value[:, :, span], scaling
+            pages, chunk, query[:, :, span], key[:, :, span], value[:, :, span], scoring
         )
         out[:, span] = attended.transpose(1, 2)
     return out

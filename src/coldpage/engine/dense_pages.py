@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from coldpage.engine.dense_attention import DenseAttention
-from coldpage.engine.paged_attention import LayerPages, Scratch
+from coldpage.engine.paged_attention import LayerPages, Scoring, Scratch, with_sinks
 from coldpage.engine.step_plan import (
     ChunkPlan,
     DecodePlan,
@@ -64,7 +64,7 @@ class DensePages:
         return unpack(values, scales, pages.kv_type, self._dtype).transpose(0, 1)[None]
 
     def attend_decode(
-        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scale: float | None
+        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See PagedAttention. The query heads of a KV head are the rows of its dense call."""
         segments = plan.decode
@@ -73,11 +73,12 @@ class DensePages:
         gathered = self._gather(pages, segments.slots)
         kv_heads = gathered.shape[1]
         grouped = query.reshape(num_items, kv_heads, num_heads // kv_heads, head_dim)
+        sinks = None if scoring.sinks is None else scoring.sinks.view(kv_heads, -1)
         if segments.live is not None:
             first, stop = segments.live
             keys, values = gathered[:, None, :, first:stop]
-            out, _ = self._dense(grouped, keys, values, scale=scale)
-            return out.reshape(1, num_heads, head_dim)
+            out, lse = self._dense(grouped, keys, values, scale=scoring.scale)
+            return with_sinks(out, lse, sinks).reshape(1, num_heads, head_dim)
         gathered.index_fill_(2, segments.dead, 0.0)
         keys, values = gathered.view(
             2, kv_heads, segments.num_segments, segments.segment_tokens, head_dim
@@ -86,8 +87,9 @@ class DensePages:
             grouped = grouped[segments.merge.item_of]
         elif num_items == 1:
             grouped = grouped.expand(segments.num_segments, -1, -1, -1)
-        out, lse = self._dense(grouped, keys, values, bias=segments.bias, scale=scale)
-        return _merge_segments(out, lse, segments).reshape(num_items, num_heads, head_dim)
+        out, lse = self._dense(grouped, keys, values, bias=segments.bias, scale=scoring.scale)
+        out, lse = _merge_segments(out, lse, segments)
+        return with_sinks(out, lse, sinks).reshape(num_items, num_heads, head_dim)
 
     def attend_chunk(
         self,
@@ -96,19 +98,21 @@ class DensePages:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """See PagedAttention."""
         old_key, old_value = self._history(pages, plan.history, key, value)
+        scale, sinks = scoring.scale, _by_head(scoring.sinks)
         if plan.tiles:
             keys, values = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
-            return attend_tiles(self._dense, plan.tiles, query, keys, values, scale)
+            return attend_tiles(self._dense, plan.tiles, query, keys, values, scoring)
         new, new_lse = self._dense(query, key, value, is_causal=True, scale=scale)
         if plan.history is None:
-            return new
+            return with_sinks(new, new_lse, sinks)
         old, old_lse = self._dense(query, old_key, old_value, scale=scale)
         weight = torch.sigmoid(old_lse - new_lse)[..., None]
-        return torch.lerp(new.float(), old.float(), weight).to(query.dtype)
+        out = torch.lerp(new.float(), old.float(), weight).to(query.dtype)
+        return out if sinks is None else with_sinks(out, torch.logaddexp(old_lse, new_lse), sinks)
 
     def _history(
         self, pages: LayerPages, history: Gather | None, key: torch.Tensor, value: torch.Tensor
@@ -147,14 +151,25 @@ def _gather_pages(pages: KVPages, slots: torch.Tensor, out: torch.Tensor) -> Non
     out.copy_(unpack(values[slots].flatten(3), scales, pages.kv_type, out.dtype))
 
 
-def _merge_segments(out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-    """[num_segments, kv_heads, rows, head_dim] -> [num_items, kv_heads, rows, head_dim]."""
+def _merge_segments(
+    out: torch.Tensor, lse: torch.Tensor, plan: DecodePlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_segments, kv_heads, rows, head_dim] -> [num_items, kv_heads, rows, head_dim], and the
+    log-sum-exps without the last dimension."""
     if plan.merge is not None:
-        weights = torch.softmax(lse[plan.merge.segments_of] + plan.merge.bias, dim=1)
-        return (out[plan.merge.segments_of] * weights[..., None]).sum(dim=1).to(out.dtype)
+        parts = lse[plan.merge.segments_of] + plan.merge.bias
+        weights = torch.softmax(parts, dim=1)[..., None]
+        merged = (out[plan.merge.segments_of] * weights).sum(dim=1).to(out.dtype)
+        return merged, torch.logsumexp(parts, dim=1)
     if plan.num_items == 1:
-        return (out * torch.softmax(lse, dim=0)[..., None]).sum(dim=0).to(out.dtype)
-    return out
+        merged = (out * torch.softmax(lse, dim=0)[..., None]).sum(dim=0).to(out.dtype)
+        return merged, torch.logsumexp(lse, dim=0)
+    return out, lse
+
+
+def _by_head(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """As log-sum-exps [1, heads, queries] take them."""
+    return None if sinks is None else sinks[:, None]
 
 
 def attend_tiles(
@@ -163,17 +178,18 @@ def attend_tiles(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Each tile of queries against its keys, under its mask. [1, heads, queries, head_dim]"""
-    parts = [
-        dense(
-            query[:, :, t.first : t.stop],
-            key[:, :, t.key_first : t.key_stop],
-            value[:, :, t.key_first : t.key_stop],
-            bias=t.bias,
-            scale=scale,
-        )[0]
-        for t in tiles
-    ]
+    parts = []
+    for tile in tiles:
+        span = slice(tile.key_first, tile.key_stop)
+        out, lse = dense(
+            query[:, :, tile.first : tile.stop],
+            key[:, :, span],
+            value[:, :, span],
+            bias=tile.bias,
+            scale=scoring.scale,
+        )
+        parts.append(with_sinks(out, lse, _by_head(scoring.sinks)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

@@ -15,12 +15,14 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from coldpage.engine.dense_attention import plain_attention
+from coldpage.engine.paged_attention import with_sinks
 from coldpage.errors import ModelError
 
 __all__ = ["LayerGeometry", "cache_argument", "measure_layers"]
 
 # Arguments that change what attention computes and that paged attention does not know.
-_UNSUPPORTED_ATTENTION: Final = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias")
+_UNSUPPORTED_ATTENTION: Final = ("softcap", "sinks", "position_bias", "attention_bias")
 _PROBE_TOKENS: Final = 8
 
 
@@ -86,12 +88,18 @@ def _probe_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     layer_index: Any = module.layer_idx
     seen = _PROBE.get()[layer_index]
     seen.windows.append(sliding_window)
     seen.unsupported.update(n for n in _UNSUPPORTED_ATTENTION if kwargs.get(n) is not None)
+    if s_aux is not None:
+        out, lse = plain_attention(query, key, value, is_causal=True, scale=scaling)
+        return with_sinks(out, lse, s_aux[:, None]).transpose(1, 2), None
+    # The operator of the model's own attention, as a rule: in half precision another one may differ
+    # by more than what is looked for.
     groups = query.shape[1] // key.shape[1]
     out = torch.nn.functional.scaled_dot_product_attention(
         query,

@@ -13,7 +13,7 @@ import torch
 from coldpage.engine.dense_attention import DenseAttention
 from coldpage.engine.dense_pages import attend_tiles
 from coldpage.engine.kernel_plan import plan_kernel_group
-from coldpage.engine.paged_attention import LayerPages, Scratch
+from coldpage.engine.paged_attention import LayerPages, Scoring, Scratch, with_sinks
 from coldpage.engine.step_plan import ChunkPlan, Gather, GroupPlan, ItemSpan, Write
 from coldpage.kernels.decode_attention import decode_attention
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch
@@ -46,13 +46,16 @@ class KernelPages:
         return key, value
 
     def attend_decode(
-        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scale: float | None
+        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """See PagedAttention."""
         batch = plan.decode
         assert isinstance(batch, DecodeBatch)
-        options = AttentionOptions(_scale_of(query, scale), pages.window)
-        return decode_attention(query, pages.keys, pages.values, batch, options).out
+        options = AttentionOptions(_scale_of(query, scoring.scale), pages.window)
+        result = decode_attention(
+            query, pages.keys, pages.values, batch, options, sink_logits=scoring.sinks
+        )
+        return result.out
 
     def attend_chunk(
         self,
@@ -61,11 +64,11 @@ class KernelPages:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """See PagedAttention."""
         if plan.tiles:
-            return self._attend_window(pages, plan, query, key, value, scale)
+            return self._attend_window(pages, plan, query, key, value, scoring)
         old_key, old_value = key[:, :, :0], value[:, :, :0]
         if plan.whole is not None:
             keys, values = self._gather(pages, plan.whole)
@@ -74,14 +77,15 @@ class KernelPages:
             key, value = keys[:, :, split:], values[:, :, split:]
         elif plan.history is not None:
             old_key, old_value = self._gather(pages, plan.history)
-        new, new_lse = self._dense(query, key, value, is_causal=True, scale=scale)
+        sinks = None if scoring.sinks is None else scoring.sinks[:, None]
+        new, new_lse = self._dense(query, key, value, is_causal=True, scale=scoring.scale)
         if old_key.shape[2] == 0:
-            return new
-        old, old_lse = self._dense(query, old_key, old_value, scale=scale)
+            return with_sinks(new, new_lse, sinks)
+        old, old_lse = self._dense(query, old_key, old_value, scale=scoring.scale)
         # As the model goes on with it: heads beside each other in each position.
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        merge_attention(old, old_lse, new, new_lse, out=out.transpose(1, 2))
-        return out.transpose(1, 2)
+        _, lse = merge_attention(old, old_lse, new, new_lse, out=out.transpose(1, 2))
+        return with_sinks(out.transpose(1, 2), lse, sinks)
 
     def _attend_window(
         self,
@@ -90,14 +94,14 @@ class KernelPages:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         if pages.reads_back(self._dtype):
             key, value = self._as_stored(pages, key, value)
         if plan.history is not None:
             old_key, old_value = self._gather(pages, plan.history)
             key, value = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
-        return attend_tiles(self._dense, plan.tiles, query, key, value, scale)
+        return attend_tiles(self._dense, plan.tiles, query, key, value, scoring)
 
     def _gather(self, pages: LayerPages, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the live positions of K and V, [1, kv_heads, positions, head_dim] each, valid

@@ -8,14 +8,14 @@ were computed together. *Stored space* is where such vectors lie: rotated, for t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from coldpage.engine.step_plan import ChunkPlan, GroupPlan, ItemSpan, Write
 from coldpage.kernels.kv_types import KVPages
 
-__all__ = ["LayerPages", "PagedAttention", "Scratch"]
+__all__ = ["LayerPages", "PagedAttention", "Scoring", "Scratch", "with_sinks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,22 @@ class LayerPages:
     def reads_back(self, dtype: torch.dtype) -> bool:
         """Whether a page holds other numbers than a model of this type makes."""
         return any(pages.values.dtype != dtype for pages in (self.keys, self.values))
+
+
+class Scoring(NamedTuple):
+    """How a layer weighs positions. ``sinks`` are logits [heads] that take part in the softmax of
+    each query and bring no value."""
+
+    scale: float | None  # None: 1 / sqrt(head_dim)
+    sinks: torch.Tensor | None
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention [..., head_dim] with the log-sum-exp [...] of its scores, as it is where sinks of
+    logits [...] take part, which is exact."""
+    if sinks is None:
+        return out
+    return (out * torch.sigmoid(lse - sinks.float())[..., None]).to(out.dtype)
 
 
 class Scratch:
@@ -50,7 +66,7 @@ class Scratch:
 
 class PagedAttention(Protocol):
     """Attention of every layer with heads of one size. Queries come and results go in stored space:
-    of the keys, and of the values. ``scale`` None is 1 / sqrt(head_dim)."""
+    of the keys, and of the values."""
 
     def plan(self, pages: LayerPages, items: list[ItemSpan]) -> GroupPlan:
         """A step's indices for the layers of one group, the first of which has ``pages``. Pure; in
@@ -65,7 +81,7 @@ class PagedAttention(Protocol):
         ...
 
     def attend_decode(
-        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scale: float | None
+        self, pages: LayerPages, plan: GroupPlan, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """[num_items, heads, head_dim] -> the same: the items of one token. Their own K and V are
         written."""
@@ -78,7 +94,7 @@ class PagedAttention(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """[1, heads, num_tokens, head_dim] -> the same: one item of several tokens. ``key`` and
         ``value`` are those tokens' part of what ``write`` returned."""
