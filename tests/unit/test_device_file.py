@@ -7,6 +7,8 @@ import logging
 import mmap
 import os
 import stat
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from coldpage.device.file import DIRECT_ALIGNMENT, BlockFile
+from coldpage.device.file import DIRECT_ALIGNMENT, MAX_TRANSFERS, BlockFile
 from coldpage.errors import StorageError
 
 _BLOCK = DIRECT_ALIGNMENT
@@ -192,6 +194,47 @@ def test_an_io_error_is_passed_on(tmp_path: Path) -> None:
     file = Broken(tmp_path / "pool", 8 * _BLOCK)
     with pytest.raises(OSError, match="broken"):
         file.readv(0, [_aligned(_BLOCK)])
+    file.close()
+
+
+class _CrowdedFile(BlockFile):
+    """Each call waits until as many are under way as may be, and half of them fail."""
+
+    num_inside = most_inside = 0
+    crowd = threading.Barrier(MAX_TRANSFERS)
+    lock = threading.Lock()
+
+    def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        with self.lock:
+            self.num_inside += 1
+            self.most_inside = max(self.most_inside, self.num_inside)
+        self.crowd.wait(timeout=30)
+        time.sleep(0.02)  # one too many would come in meanwhile
+        with self.lock:
+            self.num_inside -= 1
+        if offset % (2 * _BLOCK):
+            raise OSError(errno.EIO, "a planned error")
+        return super()._read_some(buffers, offset)
+
+
+def test_as_many_transfers_as_allowed_run_at_once_and_no_more(tmp_path: Path) -> None:
+    num_reads = 4 * MAX_TRANSFERS
+    file = _CrowdedFile(tmp_path / "pool", num_reads * _BLOCK)
+    failed: list[int] = []
+
+    def read(block: int) -> None:
+        try:
+            file.readv(block * _BLOCK, [_aligned(_BLOCK)])
+        except OSError:
+            failed.append(block)
+
+    threads = [threading.Thread(target=read, args=(block,)) for block in range(num_reads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(failed) == list(range(1, num_reads, 2)), "a turn comes back after a failure too"
+    assert file.most_inside == MAX_TRANSFERS
     file.close()
 
 

@@ -20,6 +20,7 @@ from coldpage.device.host import MAX_QUEUED_OPS, HostDevice
 from coldpage.device.io import ThreadedIo
 from coldpage.device.progress import Progress
 from coldpage.errors import DeviceError
+from coldpage.types import ByteRange, MemAddress
 
 
 def _nothing() -> None:
@@ -299,6 +300,27 @@ def test_io_runs_in_parallel_up_to_its_bound() -> None:
     io.submit([IoJob(run)] * 24).synchronize()
     assert most == 4
     io.close()
+    io.close()
+
+
+def test_reads_that_hang_hold_up_no_writes() -> None:
+    io = ThreadedIo(Progress(), num_threads=2)
+    gate = threading.Event()
+    fills = (ByteRange(MemAddress(4096), 1),)
+
+    def hang() -> bool:
+        return gate.wait(20.0)
+
+    hanging = io.submit([IoJob(hang, writes=fills)] * 5)
+    started = time.monotonic()
+    io.submit([IoJob(bool, reads=fills), IoJob(bool)]).synchronize()
+    assert time.monotonic() - started < 10.0
+    assert not hanging.is_done()
+    gate.set()
+    mixed = io.submit([IoJob(hang, writes=fills), IoJob(bool), IoJob(lambda: True, writes=fills)])
+    mixed.synchronize()
+    assert mixed.ok.tolist() == [True, False, True], "by job, whichever thread ran it"
+    assert hanging.ok.all()
     io.close()
 
 

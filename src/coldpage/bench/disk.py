@@ -27,7 +27,15 @@ from coldpage.errors import ConfigurationError, StorageError
 from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCache
 from coldpage.store import BlobName, FileIdentity, SlotFile, slot_bytes_of
-from coldpage.types import BlockKey, BlockOrdinal, Int32Array, LayerGroupId, PageClass
+from coldpage.types import (
+    BlockKey,
+    BlockOrdinal,
+    ByteRange,
+    Int32Array,
+    LayerGroupId,
+    MemAddress,
+    PageClass,
+)
 
 __all__ = ["BLOCKS", "DiskOptions", "run_disk"]
 
@@ -132,16 +140,20 @@ class _Files:
 
     def write(self, slots: Int32Array) -> None:
         """Every block, to these places of the plain file."""
-        self._run(self._plain_jobs(slots, self.plain.writev))
+        self._run(self._plain_jobs(slots, self.plain.writev, is_read=False))
 
     def read(self, slots: Int32Array) -> None:
         """Every block, from these places of the plain file."""
-        self._run(self._plain_jobs(slots, self.plain.readv))
+        self._run(self._plain_jobs(slots, self.plain.readv, is_read=True))
 
     def _plain_jobs(
-        self, slots: Int32Array, transfer: Callable[[int, list[npt.NDArray[np.uint8]]], None]
+        self,
+        slots: Int32Array,
+        transfer: Callable[[int, list[npt.NDArray[np.uint8]]], None],
+        *,
+        is_read: bool,
     ) -> list[IoJob]:
-        size = self._block_bytes
+        size, addresses = self._block_bytes, self._addresses.tolist()
 
         def job(index: int, slot: int) -> IoJob:
             buffer = self._array[index * size : (index + 1) * size]
@@ -150,7 +162,8 @@ class _Files:
                 transfer(slot * size, [buffer])
                 return True
 
-            return IoJob(move)
+            ranges = (ByteRange(MemAddress(addresses[index]), size),)
+            return IoJob(move, writes=ranges) if is_read else IoJob(move, reads=ranges)
 
         return [job(index, slot) for index, slot in enumerate(slots.tolist())]
 

@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import IoBatch, IoExecutor, IoJob
+from coldpage.device.file import MAX_TRANSFERS
 from coldpage.device.progress import Progress
 from coldpage.errors import ClosedError, DeviceError, UsageError
 
 __all__ = ["NUM_IO_THREADS", "ThreadedIo", "ThreadedIoBatch"]
 
-# Eight O_DIRECT reads of 64 KiB in flight saturate a local SSD; more only add latency.
-NUM_IO_THREADS: Final = 8
+# As many as may be in the kernel, and some that meanwhile make or check the checksums of others, so
+# that those take nothing from the disk.
+NUM_IO_THREADS: Final = MAX_TRANSFERS + 2
 
 
 class ThreadedIoBatch(IoBatch):
@@ -58,12 +60,21 @@ class ThreadedIoBatch(IoBatch):
             ) from self._error
 
 
-class ThreadedIo(IoExecutor):
-    """Starts I/O jobs in submission order on at most ``num_threads`` threads.
+class _Lane:
+    """Jobs that start in the order of their submission, on threads that start with the first."""
 
-    The threads start with the first job. The queue needs no bound of its own: each job holds the
-    page slots it reads or writes, so there are never more jobs than slots, and ``submit`` must not
-    block.
+    def __init__(self, lock: threading.Lock) -> None:
+        self.queued = threading.Condition(lock)
+        self.queue: deque[tuple[ThreadedIoBatch, int, IoJob]] = deque()
+        self.threads: list[threading.Thread] = []
+
+
+class ThreadedIo(IoExecutor):
+    """Runs I/O jobs on threads: those that fill memory on up to ``num_threads`` of them, all others
+    on as many of their own, so that what frees memory never waits for a read that hangs.
+
+    The queues need no bound of their own: each job holds the page slots it reads or writes, so
+    there are never more jobs than slots, and ``submit`` must not block.
     """
 
     def __init__(self, progress: Progress, num_threads: int = NUM_IO_THREADS) -> None:
@@ -71,10 +82,9 @@ class ThreadedIo(IoExecutor):
         self._progress = progress
         self._num_threads = num_threads
         self._lock = threading.Lock()
-        self._queued = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
-        self._queue: deque[tuple[ThreadedIoBatch, int, IoJob]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._filling = _Lane(self._lock)
+        self._others = _Lane(self._lock)
         self._is_closed = False
 
     def submit(self, jobs: Sequence[IoJob]) -> ThreadedIoBatch:
@@ -83,35 +93,45 @@ class ThreadedIo(IoExecutor):
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the I/O executor is closed")
-            if jobs and not self._threads:
-                self._start_threads()
-            self._queue.extend((batch, index, job) for index, job in enumerate(jobs))
-            self._queued.notify(len(jobs))
+            for index, job in enumerate(jobs):
+                lane = self._filling if job.writes else self._others
+                lane.queue.append((batch, index, job))
+            for lane in (self._filling, self._others):
+                if lane.queue:
+                    self._start_threads(lane)
+                    lane.queued.notify(len(jobs))
         return batch
 
     def close(self) -> None:
         """Finish what is queued, then stop the threads. Idempotent."""
+        lanes = self._filling, self._others
         with self._lock:
             self._is_closed = True
-            self._queued.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+            for lane in lanes:
+                lane.queued.notify_all()
+        for lane in lanes:
+            for thread in lane.threads:
+                thread.join()
+            lane.threads.clear()
 
-    def _start_threads(self) -> None:
+    def _start_threads(self, lane: _Lane) -> None:
+        if lane.threads:
+            return
+        kind = "io-read" if lane is self._filling else "io"
         for index in range(self._num_threads):
-            thread = threading.Thread(target=self._work, name=f"coldpage-io-{index}", daemon=True)
-            self._threads.append(thread)
+            name = f"coldpage-{kind}-{index}"
+            thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+            lane.threads.append(thread)
             thread.start()
 
-    def _work(self) -> None:
+    def _work(self, lane: _Lane) -> None:
         while True:
             with self._lock:
-                while not self._queue:
+                while not lane.queue:
                     if self._is_closed:
                         return
-                    self._queued.wait()
-                batch, index, job = self._queue.popleft()
+                    lane.queued.wait()
+                batch, index, job = lane.queue.popleft()
             error: BaseException | None = None
             try:
                 batch._ok[index] = job.run()
