@@ -126,6 +126,27 @@ def test_it_says_what_it_serves(engine: RunningEngine, tiny: TinyModel) -> None:
     assert hot.total_bytes == 40 * BLOCK_BYTES
 
 
+def test_keys_and_values_in_types_of_their_own_are_served(tiny: TinyModel, tmp_path: Path) -> None:
+    """Their pages are smaller, so the same bytes hold more tokens; and they have their own instance
+    on disk, so none is taken for a page of another type."""
+    ids = token_ids(90, 1)
+    texts, ready = [], []
+    for types in ({}, {"cache_type_k": "q8_0", "cache_type_v": "f16"}, {}):
+        socket = tmp_path / f"socket {len(texts)}"
+        socket.mkdir()
+        with RunningEngine(settings_for(tiny, tmp_path, **types), socket) as engine:
+            text, end = engine.peer.answers(generate("one", token_ids=ids))["one"]
+            assert isinstance(end, Finished)
+            texts.append(text)
+            ready.append(engine.ready)
+            engine.peer.send(Shutdown())
+            assert engine.exit_status() == 0
+    assert texts[0] == texts[2] == tiny.greedy(ids, 16)
+    assert [one.cache_types for one in ready] == ["", "keys as q8_0 and values as f16", ""]
+    assert ready[0].instance_id == ready[2].instance_id != ready[1].instance_id
+    assert ready[1].tiers[0].capacity_tokens > 2 * ready[0].tiers[0].capacity_tokens
+
+
 def test_a_chat_turn_is_what_transformers_says(engine: RunningEngine, tiny: TinyModel) -> None:
     messages = [ChatMessage("user", "The quick brown fox?"), ChatMessage("assistant", "STOP!")]
     text, end = engine.peer.answers(
@@ -346,6 +367,8 @@ def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
         ({"disk_path": "{file}"}, "{file}"),
         ({"host_bytes": 100}, "give it at least"),
         ({"max_batch": 0}, "max_batch"),
+        ({"cache_type_k": "q4"}, "'q4' is no cache type: use auto, f32"),
+        ({"cache_type_v": "turbo4"}, "heads of 8 numbers"),
         ({"pool_ratio": (0.5, 0.5)}, "initial_pool_ratio has 2 shares for 1 layer group"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from coldpage.errors import ConfigurationError
 from coldpage.kernels.kv_types import KV_TYPES, KVType, plain_type
 
 __all__ = ["AUTO_TYPE", "HotTypes", "choose_hot_types", "why_unsupported"]
@@ -44,10 +45,13 @@ class HotTypes:
 
 
 def choose_hot_types(key_name: str, value_name: str, dtype: torch.dtype) -> HotTypes:
-    """The types of these names; ``auto`` is the one of the model's ``dtype``."""
-    names = (plain_type(dtype).name if n == AUTO_TYPE else n for n in (key_name, value_name))
-    key, value = (KV_TYPES[name] for name in names)
-    return HotTypes(key, value)
+    """The types of these names; ``auto`` is the one of the model's ``dtype``. Raises
+    ConfigurationError for a name that is none."""
+    types = {AUTO_TYPE: plain_type(dtype), **KV_TYPES}
+    for name in (key_name, value_name):
+        if name not in types:
+            raise ConfigurationError(f"{name!r} is no cache type: use {', '.join(types)}")
+    return HotTypes(types[key_name], types[value_name])
 
 
 def why_unsupported(

@@ -184,6 +184,7 @@ def _scheduler(
         # Those that will fill the batch pass through the queue too.
         max_waiting=settings.max_batch + settings.max_waiting,
     )
+    limits.check(manager.tokens_per_block)
     served = served_model(
         model,
         manager,
