@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,31 @@ def test_what_can_not_be_kept_is_refused_with_what_can(
     assert words in sentence
     assert "keys as f16 and values as turbo4" in sentence
     assert "\n" not in sentence
+
+
+def test_a_machine_without_triton_serves_plain_pages_and_says_what_others_need() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+from coldpage.engine import process
+from coldpage.engine.assembly import with_hot_types
+from coldpage.engine.random_model import SMALL, random_model
+from coldpage.errors import ConfigurationError
+import torch
+model = random_model(SMALL, torch.device("cpu"), torch.float32)
+with_hot_types(model, "auto", "f32", 16)
+try:
+    with_hot_types(model, "auto", "q8_0", 16)
+except ConfigurationError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == (
+        "hot pages of keys as f32 and values as q8_0 need the package triton, which is not "
+        "installed here\n"
+    )
 
 
 def test_what_can_be_kept_is_not_refused() -> None:
