@@ -141,3 +141,6 @@ def test_a_missing_page_where_a_step_writes_is_a_bug(bench: Bench, tables: list[
     tables[0].slots[0][1] = -1
     with pytest.raises(AssertionError, match="no hot page"):
         bench.runner.forward(items(tables, [0]))
+    tables[1].slots[0] = tables[1].slots[0][:0]
+    with pytest.raises(IndexError):
+        bench.runner.forward(items(tables, [1]))

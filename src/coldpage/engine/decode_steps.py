@@ -131,7 +131,9 @@ class DecodeSteps:
         groups = []
         for group, of_rows in zip(self._model.groups, slots, strict=True):
             write_slots = np.full(size, -1, np.int32)
-            write_slots[:num] = [own[-1] for own in of_rows]
+            write_slots[:num] = [
+                own[row.position // self._block] for row, own in zip(rows, of_rows, strict=True)
+            ]
             assert (write_slots[:num] >= 0).all(), "a step writes to a block that has no hot page"
             parts = plan_parts(group.pages, num_tokens)
             groups.append(_GroupInputs(*map(torch.from_numpy, (write_slots, *parts))))

@@ -19,6 +19,7 @@ from coldpage.engine.step_plan import (
     slot_tensor,
     write_places,
 )
+from coldpage.kernels.decode_attention import decode_programs
 from coldpage.kernels.decode_plan import DecodeBatch, plan_decode
 from coldpage.types import Int32Array
 
@@ -28,7 +29,7 @@ __all__ = ["DecodeParts", "plan_kernel_group", "plan_parts"]
 class DecodeParts(NamedTuple):
     """How the contexts of a batch are cut into parts that programs attend to. See DecodeBatch."""
 
-    items: Int32Array  # [max_decode_items, 4]; how many follows from the batch alone
+    items: Int32Array  # [num_items, 4]; how many follows from the batch alone
     first_items: Int32Array  # [batch + 1]
 
 
@@ -38,6 +39,7 @@ def plan_parts(pages: LayerPages, num_tokens: Int32Array) -> DecodeParts:
         num_tokens,
         tokens_per_block=pages.keys.tokens_per_block,
         num_kv_heads=pages.keys.num_kv_heads,
+        num_programs=decode_programs(pages.keys, pages.values),
         window=pages.window,
     )
     return DecodeParts(items, first_items)

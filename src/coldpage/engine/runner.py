@@ -7,13 +7,14 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from coldpage.engine.attention_choice import follows_tables
+from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS
 from coldpage.engine.hot_pages import PageSource
 from coldpage.engine.model import LoadedModel
 from coldpage.engine.paged_model import PagedModel
@@ -30,9 +31,6 @@ __all__ = [
     "PageTable",
     "StepItem",
 ]
-
-# Decoding sequences for which a runner keeps memory, unless it is told.
-_DEFAULT_MAX_DECODE_ROWS: Final = 64
 
 
 class PageTable(Protocol):
@@ -71,11 +69,12 @@ class ModelRunner:
         model: LoadedModel,
         manager: PageSource,
         *,
-        max_decode_rows: int = _DEFAULT_MAX_DECODE_ROWS,
+        max_decode_rows: int = MAX_GRAPH_ROWS,
         use_graphs: bool = True,
     ) -> None:
         """On a GPU, steps in which up to ``max_decode_rows`` sequences decode one token each run as
-        CUDA graphs, unless ``use_graphs`` is False; their results are the same bit for bit."""
+        CUDA graphs, unless ``use_graphs`` is False: their results are the same bit for bit. Memory
+        is kept for that many block tables, and for MAX_GRAPH_ROWS at most."""
         self._model = PagedModel(model, manager)
         self._device = self._model.device
         self._decode: DecodeSteps | None = None
