@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.kernels.decode_attention import decode_attention
+from coldpage.kernels.decode_attention import decode_attention, decode_programs
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult, plan_decode
 from coldpage.kernels.decode_reference import decode_attention_reference
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVPages, KVType, page_views
@@ -99,6 +99,7 @@ class Problem:
             lengths,
             tokens_per_block=case.tokens_per_block,
             num_kv_heads=case.kv_heads,
+            num_programs=decode_programs(self.keys, self.values),
             window=case.options.window,
             num_sink_tokens=case.options.num_sink_tokens,
         )

@@ -22,12 +22,20 @@ import triton
 import triton.language as tl
 
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult
-from coldpage.kernels.decode_tiles import add_values, query_parts, scores_of, zero_sums
+from coldpage.kernels.decode_tiles import (
+    add_values,
+    decayed,
+    offset_starts,
+    query_parts,
+    scores_of,
+    value_of,
+    zero_sums,
+)
 from coldpage.kernels.kv_types import KVPages
 from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0, IS_TURBO4, chunks_of
 from coldpage.kernels.rotation import codebook
 
-__all__ = ["decode_attention"]
+__all__ = ["decode_attention", "decode_programs"]
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -36,6 +44,7 @@ _MIN_WIDTH: Final = 16  # numbers that a product adds up
 # Items that the merge reads at a time.
 _MERGE_ITEMS: Final = 16
 _MASS_BLOCKS: Final = 32
+_NUM_PROCESSORS: Final = 132  # where there is no GPU to ask
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,11 +65,13 @@ def _log_sum(peak, total):  # type: ignore[no-untyped-def]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query,
     keys,
+    key_strides,
     values,
+    value_strides,
     codebook_ptr,
     batch,
     outputs,
-    options,
+    settings,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -68,23 +79,27 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     FLAGS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``keys`` and ``values``: values, their strides, scales, their strides. ``KEY`` and ``VALUE``:
-    kind, numbers of a part, the same up to a power of two, parts, type of products. ``outputs``:
-    f32 [num_items, heads, head_dim], and log-sum-exps in base 2 of items, [num_items, heads], and
+    """``keys`` and ``values``: values and scales; their strides one after the other. ``KEY`` and
+    ``VALUE``: kind, numbers of a part, the same up to a power of two, parts, type of products. ``outputs``:
+    f32 [num_items, heads, head_dim], and log-sum-exps of items, [num_items, heads], and
     of blocks, [batch, max_blocks, heads]."""
     query_ptr, query_row, query_head = query
     tables, table_row, num_tokens, items = batch
     part_out, part_lse, block_lse = outputs
-    scale, softcap, window, num_sinks = options
+    scale, softcap, window, num_sinks = settings
     GROUP: tl.constexpr = HEADS[0]
     GROUP_PAD: tl.constexpr = HEADS[1]
     BLOCK: tl.constexpr = HEADS[2]
     HEAD_DIM: tl.constexpr = HEADS[3]
+    NUMBERS: tl.constexpr = VALUE[1]
+    WIDTH: tl.constexpr = VALUE[2]
+    NUM: tl.constexpr = VALUE[3]
     BLOCKS: tl.constexpr = TILE // BLOCK
     IS_ASM: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
     WANT_MASS: tl.constexpr = FLAGS[3]
+    IS_AHEAD: tl.constexpr = FLAGS[4]
     kv_head, item = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
     row = tl.load(items + item * 4)
@@ -97,33 +112,37 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + group
     is_head = group < GROUP
     queries = query_parts(query_ptr + row * query_row + head * query_head, is_head, KEY)
-    key_ptr = keys[0] + kv_head * keys[1][2]
-    key_scales = keys[2] + kv_head * keys[3][2]
-    keys = (key_ptr, keys[1], key_scales, keys[3])
-    value_ptr = values[0] + kv_head * values[1][2]
-    value_scales = values[2] + kv_head * values[3][2]
-    values = (value_ptr, values[1], value_scales, values[3])
+    starts = offset_starts(queries, KEY, GROUP_PAD, IS_ASM)
+    keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
+    values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    sums = zero_sums(VALUE, GROUP_PAD)
+    sums = zero_sums(VALUE, GROUP_PAD, TILE)
     token = tl.arange(0, TILE)
     table = tables + row.to(tl.int64) * table_row
-    ordinal = first + token // BLOCK
-    # One tile ahead: addresses that are known can be loaded from several tiles ahead.
-    next_slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
-    for block in tl.range(first, stop, BLOCKS, num_stages=STAGES):
-        slot = tl.max_constancy(next_slot, [BLOCK])
-        ordinal = block + BLOCKS + token // BLOCK
+    if IS_AHEAD:
+        ordinal = first + token // BLOCK
         next_slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
+    for block in tl.range(first, stop, BLOCKS, num_stages=STAGES):
+        if IS_AHEAD:
+            slot = next_slot
+            ordinal = block + BLOCKS + token // BLOCK
+            next_slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
+        else:
+            ordinal = block + token // BLOCK
+            slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
+        slot = tl.max_constancy(slot, [BLOCK])
         position = block * BLOCK + token
         live = (slot >= 0) & (position < length)
         if HAS_WINDOW:
             live = live & ((position >= length - window) | (position < num_sinks))
         places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
-        score = scores_of(queries, keys, places, codebook_ptr, KEY, IS_ASM) * scale
+        score = (
+            scores_of(queries, starts, keys, key_strides, places, codebook_ptr, KEY, IS_ASM) * scale
+        )
         if HAS_SOFTCAP:
             score = _soft_capped(score, softcap)
-        score = tl.where(live[:, None], score * _LOG2_E, float("-inf"))
+        score = tl.where(live[:, None], score, float("-inf"))
         if WANT_MASS:
             by_block = tl.reshape(score, [BLOCKS, BLOCK, GROUP_PAD])
             peak = tl.max(by_block, 1)
@@ -137,18 +156,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         weights = tl.exp2(score - shift[None, :])
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weights, 0)
-        decayed = ()
-        for part in tl.static_range(VALUE[3]):
-            decayed = decayed + (sums[part] * decay[None, :],)
-        sums = add_values(decayed, weights, values, places, codebook_ptr, VALUE, IS_ASM)
+        sums = decayed(sums, decay, VALUE)
+        sums = add_values(sums, weights, values, value_strides, places, codebook_ptr, VALUE, IS_ASM)
         top = new_top
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    column = tl.arange(0, VALUE[2])
+    column = tl.arange(0, WIDTH)
     at = item * num_heads + head
-    for part in tl.static_range(VALUE[3]):
-        to = part_out + at[None, :] * HEAD_DIM + (part * VALUE[1] + column)[:, None]
-        mask = is_head[None, :] & (column < VALUE[1])[:, None]
-        tl.store(to, sums[part] * inverse[None, :], mask=mask)
+    for part in tl.static_range(NUM):
+        to = part_out + at[None, :] * HEAD_DIM + (part * NUMBERS + column)[:, None]
+        mask = is_head[None, :] & (column < NUMBERS)[:, None]
+        tl.store(to, value_of(sums, part, VALUE, IS_ASM) * inverse[None, :], mask=mask)
     tl.store(part_lse + at, _log_sum(top, total), mask=is_head)
 
 
@@ -212,7 +229,7 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
     mass,
     batch,
     num_heads,
-    options,
+    settings,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -220,7 +237,7 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
 ):
     """``mass`` [batch, max_blocks] of blocks that were seen, 0 for the others."""
     tables, table_row, num_tokens = batch
-    window, num_sinks, max_blocks = options
+    window, num_sinks, max_blocks = settings
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     head = tl.arange(0, HEADS)
@@ -249,16 +266,22 @@ class _Parts(NamedTuple):
 
 
 class _Tuning(NamedTuple):
+    """What is fastest on an H200. ``is_ahead``: slots are read a tile ahead, so that pages can be
+    read several ahead; that takes registers, and helps where programs are few or short of work."""
+
     tile_tokens: int
     num_warps: int
     num_stages: int
+    is_ahead: bool
+    programs_per_processor: int
+    max_registers: int | None = None
 
 
 def _parts_of(pages: KVPages, is_key: bool) -> _Parts:
     kind, numbers, width, num_parts, _ = chunks_of(pages.kv_type, 1, pages.head_dim)
     if kind == IS_TURBO4.value:
         numbers, width, num_parts = numbers // 2, width // 2, num_parts * 2
-    if pages.values.device.type != "cuda" or pages.values.dtype == torch.float32:
+    if not _is_gpu(pages.values) or pages.values.dtype == torch.float32:
         dot_type = tl.float32
     elif pages.values.dtype == torch.float16 or (kind == IS_Q8_0.value and is_key):
         # int8 becomes f16 in fewer steps; values keep bf16, so that weights times scales have range.
@@ -268,10 +291,36 @@ def _parts_of(pages: KVPages, is_key: bool) -> _Parts:
     return _Parts(kind, numbers, max(_MIN_WIDTH, width), num_parts, dot_type)
 
 
-def _tuning(key: _Parts, value: _Parts, head_dim: int) -> _Tuning:
-    if key.kind == IS_PLAIN.value and value.kind == IS_PLAIN.value:
-        return _Tuning(64, 4, 3)
-    return _Tuning(32, 1, 3)
+def _is_gpu(tensor: torch.Tensor) -> bool:
+    """Whether it is a GPU's code that is made: the interpreter knows no instructions, and
+    multiplies in float32."""
+    return tensor.device.type == "cuda"
+
+
+def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
+    kinds = {chunks_of(pages.kv_type, 1, pages.head_dim).kind for pages in (keys, values)}
+    if IS_TURBO4.value in kinds:
+        return _Tuning(32, 1, 3, True, 12)
+    if IS_Q8_0.value in kinds:
+        return _Tuning(64, 2, 3, True, 8, 128)
+    vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
+    if vector_bytes <= 128:
+        return _Tuning(64, 2, 3, False, 4)
+    if vector_bytes <= 256:
+        return _Tuning(64, 4, 3, False, 4)
+    if vector_bytes <= 512:
+        return _Tuning(32, 2, 4, False, 4)
+    return _Tuning(32, 4, 2, False, 2)
+
+
+def decode_programs(keys: KVPages, values: KVPages) -> int:
+    """How many programs of ``decode_attention`` on such pages the device runs at a time: what to
+    plan for."""
+    device = keys.values.device
+    num_processors = _NUM_PROCESSORS
+    if device.type == "cuda":
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return num_processors * _tuning(keys, values).programs_per_processor
 
 
 def decode_attention(
@@ -298,29 +347,31 @@ def decode_attention(
     assert query.stride(2) == 1 and batch.tables.stride(1) == 1 and batch.items.is_contiguous()
     num_items = batch.items.shape[0]
     key, value = _parts_of(keys, True), _parts_of(values, False)
-    tuning = _tuning(key, value, head_dim)
+    tuning = _tuning(keys, values)
     group = num_heads // kv_heads
     part_out = query.new_empty(num_items, num_heads, head_dim, dtype=torch.float32)
     part_lse = query.new_empty(num_items, num_heads, dtype=torch.float32)
     table_row = batch.tables.stride(0)
     block_lse = part_lse.new_empty(num_rows, table_row, num_heads) if want_mass else part_lse
     has_window, window = options.window is not None, options.window or 0
+    log2_e, softcap = _LOG2_E.value, options.softcap or 1.0
     _decode_kernel[(kv_heads, num_items)](
         (query, query.stride(0), query.stride(1)),
-        _side(keys),
-        _side(values),
+        *_side(keys),
+        *_side(values),
         codebook(query.device),
         (batch.tables, table_row, batch.num_tokens, batch.items),
         (part_out, part_lse, block_lse),
-        (options.scale, options.softcap or 1.0, window, options.num_sink_tokens),
+        (options.scale * log2_e, softcap * log2_e, window, options.num_sink_tokens),
         KEY=key,
         VALUE=value,
         HEADS=(group, max(_MIN_HEADS, triton.next_power_of_2(group)), block, head_dim),
         TILE=max(tuning.tile_tokens, block),
-        FLAGS=(query.device.type == "cuda", has_window, options.softcap is not None, want_mass),
+        FLAGS=(_is_gpu(query), has_window, options.softcap is not None, want_mass, tuning.is_ahead),
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        maxnreg=tuning.max_registers,
     )
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     want_lse = want_lse or want_mass
@@ -356,7 +407,8 @@ def decode_attention(
     return DecodeResult(out, lse, mass)
 
 
-def _side(pages: KVPages) -> tuple[Any, ...]:
+def _side(pages: KVPages) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Tensors and strides of what is stored."""
     if pages.scales is None:
-        return pages.values, pages.values.stride(), pages.values, (0, 0, 0)
-    return pages.values, pages.values.stride(), pages.scales, pages.scales.stride()[:3]
+        return (pages.values, pages.values), (*pages.values.stride(), 0, 0, 0)
+    return (pages.values, pages.scales), (*pages.values.stride(), *pages.scales.stride()[:3])

@@ -11,11 +11,8 @@ import torch
 
 from coldpage.types import Int32Array, Int64Array
 
-__all__ = ["AttentionOptions", "DecodeBatch", "DecodeResult", "max_decode_items", "plan_decode"]
+__all__ = ["AttentionOptions", "DecodeBatch", "DecodeResult", "plan_decode"]
 
-# Programs that an H200 runs at a time, four to a multiprocessor: what work is spread over. On a
-# smaller GPU the same programs run one after another.
-_NUM_PROGRAMS: Final = 528
 # What an item costs besides its blocks, in blocks: its start, its end and its merge.
 _ITEM_BLOCKS: Final = 8
 # No smaller item pays for its merge.
@@ -55,26 +52,26 @@ class DecodeResult(NamedTuple):
     mass: torch.Tensor | None  # [batch, max_blocks] f32
 
 
-def max_decode_items(batch: int, num_kv_heads: int) -> int:
-    """Rows of ``items`` that suffice for any lengths of so many sequences."""
-    return 2 * batch + -(-_NUM_PROGRAMS // num_kv_heads)
-
-
 def plan_decode(
     num_tokens: Int32Array,
     *,
     tokens_per_block: int,
     num_kv_heads: int,
+    num_programs: int,
     window: int | None = None,
     num_sink_tokens: int = 0,
 ) -> tuple[Int32Array, Int32Array]:
-    """Pure: ``items`` [max_decode_items, 4] and ``first_items`` [batch + 1] of sequences with so
-    many visible tokens, cut so that the GPU is busy until the end."""
+    """Pure: ``items`` and ``first_items`` for sequences with so many visible tokens, cut so that a
+    GPU that runs ``num_programs`` at a time is busy until the end. How many items there are, unused
+    ones included, does not depend on the lengths.
+    """
+    batch = len(num_tokens)
     rows, firsts, sizes = _ranges(
         num_tokens.astype(np.int64), tokens_per_block, window, num_sink_tokens
     )
-    max_items = max_decode_items(len(num_tokens), num_kv_heads)
-    counts = _cut(sizes, max_items, max(1, _NUM_PROGRAMS // num_kv_heads))
+    num_at_a_time = max(1, num_programs // num_kv_heads)
+    max_items = len(rows) + batch + num_at_a_time
+    counts = _cut(sizes, max_items, num_at_a_time)
     total = int(counts.sum())
     items = np.full((max_items, 4), -1, dtype=np.int32)
     of_range = np.repeat(np.arange(len(sizes)), counts)
@@ -84,7 +81,7 @@ def plan_decode(
     items[:total, 1] = begin + size * nth // count
     items[:total, 2] = begin + size * (nth + 1) // count
     items[:, 3] = 0
-    first_items = np.searchsorted(rows[of_range], np.arange(len(num_tokens) + 1))
+    first_items = np.searchsorted(rows[of_range], np.arange(batch + 1))
     return items, first_items.astype(np.int32)
 
 

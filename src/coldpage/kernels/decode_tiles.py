@@ -11,111 +11,173 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0
+from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0, IS_TURBO4
+from coldpage.kernels.rotation import CODE_STEPS
 
-__all__ = ["add_values", "query_parts", "scores_of", "zero_sums"]
+__all__ = [
+    "add_values",
+    "offset_starts",
+    "decayed",
+    "query_parts",
+    "scores_of",
+    "value_of",
+    "zero_sums",
+]
+
+_OFFSET = tl.constexpr(1024.0 + 128.0)
+_CODE_STEPS = tl.constexpr(CODE_STEPS)
+_CODE_OFFSET = tl.constexpr(128.0 + 64.0 - 0.5)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def query_parts(query, is_head, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The query heads' parts, or halves of parts, that keys are multiplied with: a tuple of
     [numbers, heads]. ``query`` is [heads] of pointers."""
-    KIND: tl.constexpr = PARTS[0]
     NUMBERS: tl.constexpr = PARTS[1]
     WIDTH: tl.constexpr = PARTS[2]
+    NUM: tl.constexpr = PARTS[3]
+    DOT: tl.constexpr = PARTS[4]
     column = tl.arange(0, WIDTH)
     parts = ()
-    for part in tl.static_range(PARTS[3]):
+    for part in tl.static_range(NUM):
         at = part * NUMBERS + column
         mask = is_head[None, :] & (column < NUMBERS)[:, None]
         numbers = tl.load(query[None, :] + at[:, None], mask=mask, other=0)
-        parts = parts + (numbers.to(PARTS[4]),)
+        parts = parts + (numbers.to(DOT),)
     return parts
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def zero_sums(PARTS: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums for ``add_values``: a tuple of [numbers, heads] f32."""
+def zero_sums(PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums for ``add_values``: a tuple of [numbers, heads] f32, and for turbo4 behind them the sums
+    of the weights that a tile's tokens had, [tokens, heads]."""
+    KIND: tl.constexpr = PARTS[0]
+    WIDTH: tl.constexpr = PARTS[2]
+    NUM: tl.constexpr = PARTS[3]
     sums = ()
-    for _ in tl.static_range(PARTS[3]):
-        sums = sums + (tl.zeros([PARTS[2], HEADS], tl.float32),)
+    for _ in tl.static_range(NUM):
+        sums = sums + (tl.zeros([WIDTH, HEADS], tl.float32),)
+    if KIND == IS_TURBO4:
+        for _ in tl.static_range(NUM // 2):
+            sums = sums + (tl.zeros([TOKENS, HEADS], tl.float32),)
     return sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int8 as 16-bit floats, exactly. As f16, a byte behind 0x64 is 1024 more than the byte; as
-    bf16, 7 bits behind 0x43 are 128 more, and the sign bit behind it is what is too much."""
+def decayed(sums, decay, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """All of them times ``decay`` [heads]."""
+    KIND: tl.constexpr = PARTS[0]
+    NUM: tl.constexpr = PARTS[3]
+    result = ()
+    for part in tl.static_range(NUM + NUM // 2 if KIND == IS_TURBO4 else NUM):
+        result = result + (sums[part] * decay[None, :],)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def value_of(sums, part: tl.constexpr, PARTS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of a part of the values themselves: [numbers, heads]."""
+    KIND: tl.constexpr = PARTS[0]
+    NUM: tl.constexpr = PARTS[3]
+    result = sums[part]
     if IS_ASM:
-        if DOT == tl.float16:
-            result = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 w, c, a, b;
-                mov.b32 c, 0x64806480;
-                xor.b32 w, $2, 0x80808080;
-                prmt.b32 a, w, 0x64646464, 0x4140;
-                prmt.b32 b, w, 0x64646464, 0x4342;
-                sub.f16x2 $0, a, c;
-                sub.f16x2 $1, b, c;
-                }""",
-                "=r,=r,r",
-                [codes],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            result = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 m, s, a, b, c, d;
-                and.b32 m, $2, 0x7F7F7F7F;
-                and.b32 s, $2, 0x80808080;
-                prmt.b32 a, m, 0x43434343, 0x4140;
-                prmt.b32 b, m, 0x43434343, 0x4342;
-                prmt.b32 c, s, 0x43434343, 0x4140;
-                prmt.b32 d, s, 0x43434343, 0x4342;
-                sub.bf16x2 $0, a, c;
-                sub.bf16x2 $1, b, d;
-                }""",
-                "=r,=r,r",
-                [codes],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=4,
-            )
+        if KIND == IS_TURBO4:
+            weights = tl.sum(sums[NUM + part // 2], 0)
+            result = (result - _CODE_OFFSET * weights[None, :]) * (1.0 / _CODE_STEPS)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def offset_starts(queries, PARTS: tl.constexpr, HEADS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the product of a part of int8 keys begins with, so that ``_offset_numbers`` are as good
+    as the numbers: a tuple of [heads]."""
+    KIND: tl.constexpr = PARTS[0]
+    NUM: tl.constexpr = PARTS[3]
+    starts = ()
+    if KIND != IS_PLAIN:
+        for part in tl.static_range(NUM):
+            start = tl.zeros([HEADS], tl.float32)
+            if IS_ASM:
+                start = tl.sum(queries[part].to(tl.float32), 0)
+                start = start * (-_OFFSET if KIND == IS_Q8_0 else -_CODE_OFFSET)
+            starts = starts + (start,)
+    return starts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _offset_numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int8 as f16, with _OFFSET added: behind 0x64 a byte that is not signed is 1024 more."""
+    if IS_ASM:
+        result = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 w;
+            xor.b32 w, $2, 0x80808080;
+            prmt.b32 $0, w, 0x64646464, 0x4140;
+            prmt.b32 $1, w, 0x64646464, 0x4342;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
     else:
         result = codes.to(DOT)
     return result
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codebook's values for the low and the high halves of bytes: as bf16, whose two bytes a
-    byte permutation looks up in the eight magnitudes for four halves at a time."""
+def _numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int8 as bf16: 7 bits behind 0x43 are 128 more than they are, and the sign bit behind it is
+    what the signed number is less."""
     if IS_ASM:
-        # l and h: the low and high bytes of two pairs; s: 0xFF for negative halves, else 0x80.
+        result = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 m, s, a, b, c, d;
+            and.b32 m, $2, 0x7F7F7F7F;
+            and.b32 s, $2, 0x80808080;
+            prmt.b32 a, m, 0x43434343, 0x4140;
+            prmt.b32 b, m, 0x43434343, 0x4342;
+            prmt.b32 c, s, 0x43434343, 0x4140;
+            prmt.b32 d, s, 0x43434343, 0x4342;
+            sub.bf16x2 $0, a, c;
+            sub.bf16x2 $1, b, d;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        result = codes.to(DOT)
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _offset_halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codebook's values for the low and the high halves of bytes, times _CODE_STEPS, with
+    _CODE_OFFSET added: as bf16, 7 bits behind 0x43 are 128 more than they are. A byte permutation
+    looks up 64 and MAGNITUDE_STEPS, four at a time; all 7 bits are turned for negative ones."""
+    if IS_ASM:
         low, high = tl.inline_asm_elementwise(
             """{
-            .reg .b32 w, t, u, s, l, h;
+            .reg .b32 w, t, u, s;
             and.b32 t, $4, 0x77777777;
-            prmt.b32 l, 0x7128C703, 0x2F04CFA1, t;
-            prmt.b32 h, 0x3F3F3E3E, 0x40403F3F, t;
+            prmt.b32 u, 0x524C4742, 0x75685F58, t;
             prmt.b32 s, 0x80808080, 0x80808080, $4;
-            shl.b32 s, s, 1;
-            and.b32 s, s, 0x80808080;
-            or.b32 h, h, s;
-            prmt.b32 $0, l, h, 0x6240;
-            prmt.b32 $2, l, h, 0x7351;
+            and.b32 s, s, 0x7F7F7F7F;
+            xor.b32 u, u, s;
+            prmt.b32 $0, u, 0x43434343, 0x4240;
+            prmt.b32 $2, u, 0x43434343, 0x4341;
             shr.u32 w, $4, 16;
-            shr.u32 u, t, 16;
-            prmt.b32 l, 0x7128C703, 0x2F04CFA1, u;
-            prmt.b32 h, 0x3F3F3E3E, 0x40403F3F, u;
+            shr.u32 t, t, 16;
+            prmt.b32 u, 0x524C4742, 0x75685F58, t;
             prmt.b32 s, 0x80808080, 0x80808080, w;
-            shl.b32 s, s, 1;
-            and.b32 s, s, 0x80808080;
-            or.b32 h, h, s;
-            prmt.b32 $1, l, h, 0x6240;
-            prmt.b32 $3, l, h, 0x7351;
+            and.b32 s, s, 0x7F7F7F7F;
+            xor.b32 u, u, s;
+            prmt.b32 $1, u, 0x43434343, 0x4240;
+            prmt.b32 $3, u, 0x43434343, 0x4341;
             }""",
             "=r,=r,=r,=r,r",
             [codes],
@@ -123,7 +185,6 @@ def _halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: 
             is_pure=True,
             pack=4,
         )
-        low, high = low.to(DOT), high.to(DOT)
     else:
         low = tl.load(codebook + (codes & 15).to(tl.int32)).to(DOT)
         high = tl.load(codebook + (codes >> 4).to(tl.int32)).to(DOT)
@@ -154,62 +215,74 @@ def _scale(words, offset, part: tl.constexpr, NUM: tl.constexpr):  # type: ignor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scores_of(queries, keys, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def scores_of(
+    queries, starts, keys, strides, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """Products of a tile of keys with ``query_parts``: [tokens, heads] f32."""
     KIND: tl.constexpr = PARTS[0]
+    NUMBERS: tl.constexpr = PARTS[1]
     WIDTH: tl.constexpr = PARTS[2]
     NUM: tl.constexpr = PARTS[3]
+    DOT: tl.constexpr = PARTS[4]
     page, offset, has_page, live = places
-    values, strides, scales, scale_strides = keys
+    values, scales = keys
     column = tl.arange(0, WIDTH)
     at = values + page * strides[0] + offset * strides[1]
     if KIND == IS_PLAIN:
-        mask = live[:, None] & (column < PARTS[1])[None, :]
-        numbers = tl.load(at[:, None] + column[None, :], mask=mask, other=0).to(PARTS[4])
+        mask = live[:, None] & (column < NUMBERS)[None, :]
+        numbers = tl.load(at[:, None] + column[None, :], mask=mask, other=0).to(DOT)
         result = tl.dot(numbers, queries[0], input_precision="ieee")
     elif KIND == IS_Q8_0:
-        words = _scale_words(scales, page * scale_strides[0] + offset * scale_strides[1], live, NUM)
+        words = _scale_words(scales, page * strides[5] + offset * strides[6], live, NUM)
         for part in tl.static_range(NUM):
             to = at[:, None] + (part * strides[3] + column[None, :])
-            numbers = _numbers(tl.load(to, mask=has_page[:, None], other=0), PARTS[4], IS_ASM)
-            new = tl.dot(numbers, queries[part], input_precision="ieee")
+            codes = tl.load(to, mask=has_page[:, None], other=0)
+            new = tl.broadcast_to(starts[part][None, :], [codes.shape[0], starts[part].shape[0]])
+            numbers = _offset_numbers(codes, DOT, IS_ASM)
+            new = tl.dot(numbers, queries[part], new, input_precision="ieee")
             new = new * _scale(words, offset, part, NUM)[:, None]
             result = new if part == 0 else result + new
     else:
         SCALES: tl.constexpr = NUM // 2
-        words = _scale_words(
-            scales, page * scale_strides[0] + offset * scale_strides[1], live, SCALES
-        )
+        words = _scale_words(scales, page * strides[5] + offset * strides[6], live, SCALES)
         for part in tl.static_range(SCALES):
             to = at[:, None] + (part * strides[3] + column[None, :])
             codes = tl.load(to, mask=has_page[:, None], other=0)
-            low, high = _halves(codes, codebook, PARTS[4], IS_ASM)
-            new = tl.dot(low, queries[2 * part], input_precision="ieee")
+            low, high = _offset_halves(codes, codebook, DOT, IS_ASM)
+            start = starts[2 * part] + starts[2 * part + 1]
+            new = tl.broadcast_to(start[None, :], [codes.shape[0], start.shape[0]])
+            new = tl.dot(low, queries[2 * part], new, input_precision="ieee")
             new = tl.dot(high, queries[2 * part + 1], new, input_precision="ieee")
-            new = new * _scale(words, offset, part, SCALES)[:, None]
+            scale = _scale(words, offset, part, SCALES)
+            if IS_ASM:
+                scale = scale * (1.0 / _CODE_STEPS)
+            new = new * scale[:, None]
             result = new if part == 0 else result + new
     return result
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_values(sums, weights, values, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_values(
+    sums, weights, values, strides, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr
+):  # type: ignore[no-untyped-def]
     """``sums`` and, on top, the products of a tile of values with weights [tokens, heads]."""
     KIND: tl.constexpr = PARTS[0]
+    NUMBERS: tl.constexpr = PARTS[1]
     WIDTH: tl.constexpr = PARTS[2]
     NUM: tl.constexpr = PARTS[3]
     DOT: tl.constexpr = PARTS[4]
     page, offset, has_page, live = places
-    pages, strides, scales, scale_strides = values
+    pages, scales = values
     column = tl.arange(0, WIDTH)
     at = pages + page * strides[0] + offset * strides[1]
     result = ()
     if KIND == IS_PLAIN:
-        mask = live[:, None] & (column < PARTS[1])[None, :]
+        mask = live[:, None] & (column < NUMBERS)[None, :]
         numbers = tl.load(at[:, None] + column[None, :], mask=mask, other=0).to(DOT)
         product = tl.dot(tl.trans(numbers), weights.to(DOT), sums[0], input_precision="ieee")
         result = (product,)
     elif KIND == IS_Q8_0:
-        words = _scale_words(scales, page * scale_strides[0] + offset * scale_strides[1], live, NUM)
+        words = _scale_words(scales, page * strides[5] + offset * strides[6], live, NUM)
         for part in tl.static_range(NUM):
             to = at[None, :] + (part * strides[3] + column[:, None] * strides[4])
             numbers = _numbers(tl.load(to, mask=has_page[None, :], other=0), DOT, IS_ASM)
@@ -217,16 +290,17 @@ def add_values(sums, weights, values, places, codebook, PARTS: tl.constexpr, IS_
             result = result + (tl.dot(numbers, scaled, sums[part], input_precision="ieee"),)
     else:
         SCALES: tl.constexpr = NUM // 2
-        words = _scale_words(
-            scales, page * scale_strides[0] + offset * scale_strides[1], live, SCALES
-        )
+        words = _scale_words(scales, page * strides[5] + offset * strides[6], live, SCALES)
+        totals = ()
         for part in tl.static_range(SCALES):
             to = at[None, :] + (part * strides[3] + column[:, None] * strides[4])
             codes = tl.load(to, mask=has_page[None, :], other=0)
-            low, high = _halves(codes, codebook, DOT, IS_ASM)
+            low, high = _offset_halves(codes, codebook, DOT, IS_ASM)
             scaled = (weights * _scale(words, offset, part, SCALES)[:, None]).to(DOT)
             result = result + (
                 tl.dot(low, scaled, sums[2 * part], input_precision="ieee"),
                 tl.dot(high, scaled, sums[2 * part + 1], input_precision="ieee"),
             )
+            totals = totals + (sums[NUM + part] + scaled.to(tl.float32),)
+        result = result + totals
     return result
