@@ -6,7 +6,7 @@ import pytest
 
 from coldpage.engine import attention_choice, paged_model, runner
 from coldpage.engine.dense_attention import CudaAttention
-from coldpage.kernels import decode_plan
+from coldpage.kernels import decode_attention
 from tests.engine.stand_ins import StandIns
 
 
@@ -14,7 +14,7 @@ def use_kernels(patch: pytest.MonkeyPatch) -> StandIns:
     """From here on, runners that are made on the CPU do as on CUDA."""
     made = StandIns()
     # The interpreter runs one program after another, also those without work.
-    patch.setattr(decode_plan, "_NUM_PROGRAMS", 8)
+    patch.setattr(decode_attention, "_NUM_PROCESSORS", 2)
     for module in (attention_choice, runner):
         patch.setattr(module, "follows_tables", lambda device: True)
     patch.setattr(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from coldpage.engine import conversations, verify
 from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.settings import VerifyOptions
 from coldpage.kernels.kv_types import F16, F32, Q8_0, TURBO4
 from tests.engine.kernel_rig import use_kernels
 from tests.engine.runner_bench import Bench, text
@@ -102,3 +106,29 @@ def test_holes_and_pages_that_a_window_has_left_are_not_read(
     for ours, theirs in zip(*results, strict=True):
         assert torch.isfinite(ours).all()
         check(ours, theirs, TYPES[1])
+
+
+@pytest.mark.parametrize("types", [("auto", "auto"), ("q8_0", "f16")])
+def test_a_run_under_pressure_equals_its_replay(
+    monkeypatch: pytest.MonkeyPatch, types: tuple[str, str]
+) -> None:
+    """The scheduler, the manager's pages and the kernels together; plain ``generate`` too."""
+    use_kernels(monkeypatch)
+    for module in (conversations, verify):
+        monkeypatch.setattr(module, "ANSWER_TOKENS", 3)
+    options = VerifyOptions(
+        has_random_model=True,
+        device="cpu",
+        cache_type_k=types[0],
+        cache_type_v=types[1],
+        num_conversations=3,
+        num_hot_conversations=1,
+        num_rounds=2,
+        conversation_tokens=64,
+    )
+    output = io.StringIO()
+    status = verify.run_verify(options, Console(file=output, width=120))
+    printed = output.getvalue()
+    assert status == 0, printed
+    assert "host-hot" in printed
+    assert " 0 restored pages" not in printed
