@@ -118,7 +118,7 @@ def test_a_run_under_pressure_equals_its_replay(monkeypatch: pytest.MonkeyPatch)
         device="cpu",
         cache_type_k="q8_0",
         cache_type_v="f16",
-        num_conversations=2,
+        num_conversations=3,
         num_hot_conversations=1,
         num_rounds=2,
         conversation_tokens=64,
