@@ -23,7 +23,7 @@ def copy_slots(
     """Enqueue slot ``src_slots[i]`` -> ``dst_slots[i]`` in every pool, one batch. Waits for no
     event itself.
 
-    Raises SubmissionError, enqueuing nothing.
+    Raises SubmissionError; a part of the copies may have been enqueued then.
     """
     pairs = list(zip(dst_pools, src_pools, strict=True))
     assert all(d.slot_bytes == s.slot_bytes for d, s in pairs), "pools of different slot sizes"

@@ -9,7 +9,7 @@ ColdpageError
 │   └── WrongThreadError                 a thread other than the owner touched the manager
 ├── OutOfPagesError (MemoryError)        can never fit the hot level, as configured
 ├── DeviceError (RuntimeError)           allocation, copy or launch failed at submission
-│   └── SubmissionError                  a codec or copy was rejected before any work was enqueued
+│   └── SubmissionError                  a codec, copy or launch was refused, wholly or in part
 ├── StorageError (OSError)               the disk tier's file can not be used
 │   └── SnapshotError                    a saved session can not be written, read or used here
 └── ModelError (ValueError)              a model can not be loaded or served
@@ -75,8 +75,8 @@ class DeviceError(ColdpageError, RuntimeError):
 class SubmissionError(DeviceError):
     """Work was rejected when it was submitted.
 
-    Of a stream: none of it will run. Of a codec: a part may, but what it reads is untouched and
-    what it writes counts for nothing.
+    A part of it may have been enqueued, and run: what it reads is untouched, what it writes counts
+    for nothing, and whoever submitted waits for the stream before either is used again.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -112,9 +113,9 @@ class PageTransfer:
         for start, stop in self._batches(layer_group_id, slots.size):
             pairs = np.zeros(stop - start, PAGE_INDEX_PAIR)
             pairs["dst"], pairs["src"] = np.arange(stop - start), slots[start:stop]
-            life_cycle = self._life_cycle(layer_group_id)
-            self._codec.codec.encode(life_cycle, self._memory.address, pairs, self._stream, None)
-            self._stream.synchronize()
+            life_cycle, codec = self._life_cycle(layer_group_id), self._codec.codec
+            with self._fence():
+                codec.encode(life_cycle, self._memory.address, pairs, self._stream, None)
             yield self._buffer(layer_group_id, stop - start)
 
     def decode(
@@ -130,6 +131,14 @@ class PageTransfer:
             fill(start, stop, self._buffer(layer_group_id, stop - start))
             pairs = np.zeros(stop - start, PAGE_INDEX_PAIR)
             pairs["dst"], pairs["src"] = slots[start:stop], np.arange(stop - start)
-            life_cycle = self._life_cycle(layer_group_id)
-            self._codec.codec.decode(life_cycle, self._memory.address, pairs, self._stream, None)
+            life_cycle, codec = self._life_cycle(layer_group_id), self._codec.codec
+            with self._fence():
+                codec.decode(life_cycle, self._memory.address, pairs, self._stream, None)
+
+    @contextlib.contextmanager
+    def _fence(self) -> Iterator[None]:
+        """A codec that is refused may have enqueued a part, which uses the buffer and the slots."""
+        try:
+            yield
+        finally:
             self._stream.synchronize()
