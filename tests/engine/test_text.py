@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.messages import ChatMessage
 from coldpage.engine.model import LoadedModel
 from coldpage.engine.text import IncrementalText, encode_chat, encode_text, render_chat
@@ -37,6 +38,7 @@ def model_with(tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
         dtype=torch.float32,
         layers=(),
         eos_token_ids=frozenset(),
+        hot_types=HotTypes.plain(torch.float32),
         fingerprint=b"",
     )
 
