@@ -121,7 +121,7 @@ def test_a_lost_block_that_is_not_recomputed_is_a_difference(
         outputs = forward(self, items)
         for item in items:
             if item.logits is runner.LogitsWanted.NONE and item.start < 200:
-                for layer in self._cache.paged_layers:
+                for layer in self._model.groups[0].layers:
                     slots = item.kv_cache.page_indices(0)[item.start // 16 :]
                     layer.pages.keys.values[slots[slots >= 0][:1].tolist()] += 0.5
         return outputs
