@@ -209,6 +209,88 @@ def test_a_session_that_comes_back_changed_is_no_result(
     assert "the resumed session gives other logits than before it left" in result.stderr
 
 
+def test_attention_is_beside_contiguous_memory_and_copies(tmp_path: Path) -> None:
+    flags = ("--types", "bf16,q8_0/turbo4", "--bytes", "64MiB")
+    printed, rows = run(tmp_path, "attention", *flags)
+    assert [row["name"] for row in rows] == [
+        *(5 * ["decode"]),
+        *(4 * ["prefill"]),
+        *(2 * ["gather", "write, decoding", "write, prefill"]),
+    ]
+    first, packed = rows[:2]
+    heads = "4 x 512 tokens, 32 / 8 heads of 128"
+    assert [row["config"] for row in rows[:2]] == [f"{heads}, bf16", f"{heads}, q8_0 / turbo4"]
+    # 2 bytes a number of K and of V; 34 bytes for 32 of K, and 66 for 128 of V.
+    for row, token_bytes in ((first, 8 * 2 * 256), (packed, 8 * (136 + 66))):
+        gb_per_s = 4 * 512 * token_bytes / 1e6 / row["median_ms"]
+        assert row["notes"]["gb_per_s"] == pytest.approx(gb_per_s, rel=0.01, abs=0.06)
+        times = first["median_ms"] / row["median_ms"]
+        assert row["notes"]["times_bf16"] == pytest.approx(times, abs=2e-3)
+    assert all("times_bf16" in row["notes"] for row in rows[:5])
+    chunk = rows[5]
+    assert chunk["ours_ms"] == rows[6]["ours_ms"] and chunk["rival"] != rows[6]["rival"]
+    num_pairs = 64 * 448 + 64 * 65 // 2
+    tflop_per_s = 4 * 32 * 128 * num_pairs / 1e9 / chunk["median_ms"]
+    assert chunk["notes"]["tflop_per_s"] == pytest.approx(tflop_per_s, abs=0.006)
+    written = rows[10]
+    assert written["config"].startswith("64 tokens, ")
+    gb_per_s = 64 * 8 * 2 * 2 * 256 / 1e6 / written["median_ms"]  # read and written
+    assert written["notes"]["gb_per_s"] == pytest.approx(gb_per_s, rel=0.01, abs=0.06)
+    line = next(line for line in printed.splitlines() if line.startswith(f" {heads}, q8_0"))
+    cells = [cell.strip() for cell in line.split("│")]
+    assert cells[2] == f"{packed['notes']['us']:,.1f}"
+    assert cells[4] == f"{packed['notes']['times_bf16']:.2f}"
+    assert cells[7] == f"{packed['rival_median_ms'] / packed['median_ms']:.2f}"
+
+
+def test_attention_measures_the_part_that_was_named(tmp_path: Path) -> None:
+    flags = ("--types", "bf16", "--only", "moves", "--bytes", "16MiB")
+    _, rows = run(tmp_path, "attention", *flags)
+    assert [row["name"] for row in rows] == ["gather", "write, decoding", "write, prefill"]
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_attention_of_other_numbers_is_no_result(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coldpage.bench.attention import decode, prefill
+    from coldpage.bench.attention.layers import read_pages
+
+    def shifted(pages: Any, slots: Any, out: Any) -> None:
+        read_pages(pages, slots * 0, out)
+
+    monkeypatch.setattr({"decode": decode, "prefill": prefill}[part], "read_pages", shifted)
+    flags = ["--device", "cpu", "--repeats", "1", "--types", "bf16", "--only", part]
+    result = CliRunner().invoke(coldpage, ["bench", "attention", *flags])
+    assert result.exit_code == 2
+    assert "in bf16 is off by " in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--types", "q5"), "'q5' is no cache type: use auto, f32, f16, bf16, q8_0, turbo4"),
+        (("--bytes", "8MiB"), "need 16,777,216 bytes of memory and have 8,388,608: give more"),
+    ],
+)
+def test_attention_that_can_not_be_measured_is_one_sentence(
+    flags: tuple[str, ...], sentence: str
+) -> None:
+    command = ["bench", "attention", "--device", "cpu", "--repeats", "1", *flags]
+    result = CliRunner().invoke(coldpage, command)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_a_benchmark_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "coldpage.bench.attention", None)
+    result = CliRunner().invoke(coldpage, ["bench", "attention", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "bench attention needs torch, triton and transformers" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -235,7 +317,7 @@ def test_no_such_device_is_said_before_anything_runs() -> None:
     assert "'tpu' is no device: write auto, cpu, cuda or cuda:N" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["migrate", "disk", "resume", "manager"])
+@pytest.mark.parametrize("command", ["migrate", "disk", "resume", "manager", "attention"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, ["bench", command, "--help"])
     assert result.exit_code == 0
@@ -293,6 +375,7 @@ def test_migrate_on_a_gpu_measures_both_paths_and_decoding(tmp_path: Path) -> No
         ("disk", ("--bytes", "16MiB", "--blocks", "64KiB,2MiB"), 8),
         ("resume", ("--model", "tiny", "--tokens", "2048"), 2),
         ("manager", ("--pages", "64", "--sequences", "4", "--context", "64"), 4),
+        ("attention", ("--types", "bf16,turbo4", "--bytes", "6GiB"), 21),
     ],
 )
 def test_the_others_on_a_gpu(

@@ -53,6 +53,8 @@ CONFINED: dict[str, tuple[str, ...]] = {
         "kernels",
         "engine",
         "semantic.embedder",
+        "bench.attention",
+        "bench.clock",
         "bench.decode_load",
         "bench.prefill",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
-__all__ = ["bench", "disk", "manager", "migrate", "resume"]
+__all__ = ["attention", "bench", "disk", "manager", "migrate", "resume"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Wide enough for the tables where the output is a file.
@@ -37,6 +37,7 @@ def bench() -> None:
       coldpage bench disk                  pages to disk and back
       coldpage bench resume                a session until its first step may launch
       coldpage bench manager               what the manager costs its thread
+      coldpage bench attention             attention over pages, one layer
     """
 
 
@@ -290,3 +291,70 @@ def manager(device: str, json_path: Path | None, **sizes: Any) -> None:
 
         options = ManagerOptions(**sizes)
         _measure(device, json_path, "manager", lambda d, console: run_manager(d, options, console))
+
+
+@contextlib.contextmanager
+def _torch_needed(benchmark: str) -> Iterator[None]:
+    """Around imports. Raises ConfigurationError where one is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError(
+            f"bench {benchmark} needs torch, triton and transformers ({error})"
+        ) from error
+
+
+@bench.command()
+@_common_flags(7)
+@click.option(
+    "--types",
+    default="bf16,q8_0,turbo4,q8_0/turbo4",
+    show_default=True,
+    metavar="TYPES",
+    help="How pages hold keys and values, or keys/values: bf16, f16, q8_0, turbo4.",
+)
+@click.option(
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(("decode", "prefill", "moves")),
+    help="A part of it; may be given again. [default: all]",
+)
+@click.option(
+    "--bytes",
+    "total",
+    metavar="SIZE",
+    help="Memory of the pool of pages. [default: 70% of what is free on a GPU, 128MiB elsewhere]",
+)
+def attention(
+    device: str,
+    num_repeats: int,
+    json_path: Path | None,
+    types: str,
+    parts: tuple[str, ...],
+    total: str | None,
+) -> None:
+    """Attention over scattered pages, against the library's over contiguous memory, and what brings
+    keys and values into pages and out of them, against plain copies. Of one layer.
+
+    On a GPU the sizes are those of a loaded server, elsewhere small.
+
+    \b
+    Examples:
+      coldpage bench attention
+      coldpage bench attention --device cuda --only decode --types bf16,q8_0/turbo4
+      coldpage bench attention --json rows.jsonl
+    """
+    with failures_as_sentences():
+        with _torch_needed("attention"):
+            from coldpage.bench.attention import PARTS, AttentionBenchOptions, run_attention
+
+        options = AttentionBenchOptions(
+            types=tuple(types.split(",")),
+            parts=parts or PARTS,
+            pool_bytes=None if total is None else _bytes_of(total, "--bytes"),
+            num_repeats=num_repeats,
+        )
+        _measure(
+            device, json_path, "attention", lambda d, console: run_attention(d, options, console)
+        )
