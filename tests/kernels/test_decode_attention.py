@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.kernels.decode_attention import decode_attention, decode_programs
+from coldpage.kernels.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+    decode_programs,
+)
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult, plan_decode
-from coldpage.kernels.decode_reference import decode_attention_reference
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVPages, KVType, page_views
 from coldpage.kernels.packing import pack
 from coldpage.kernels.rotation import rotate

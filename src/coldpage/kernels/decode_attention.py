@@ -8,9 +8,6 @@
 One program computes one item for one KV head: all its query heads share one read of K and V. What
 it makes, a normalised output and its log-sum-exp, is merged for each row by a second kernel. A
 position without a page, outside the window or beyond the end has no weight at all.
-
-Tokens are the rows of every product and heads its columns, of which a tensor core takes as few as
-eight: the heads of one KV head are rarely more.
 """
 
 from __future__ import annotations
@@ -21,238 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
+from coldpage.kernels.decode_kernel import LOG2_E, attend_items, merge_items, sum_blocks
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult
-from coldpage.kernels.decode_tiles import (
-    add_values,
-    decayed,
-    offset_starts,
-    query_parts,
-    scores_of,
-    value_of,
-    zero_sums,
-)
 from coldpage.kernels.kv_types import KVPages
-from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0, IS_TURBO4, chunks_of
+from coldpage.kernels.packing import IS_Q8_0, IS_TURBO4, chunks_of, unpack
 from coldpage.kernels.rotation import codebook
 
-__all__ = ["decode_attention", "decode_programs"]
+__all__ = ["decode_attention", "decode_attention_reference", "decode_programs"]
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
-_MIN_HEADS: Final = 8  # columns of a product
+_MIN_COLUMNS: Final = 8  # of a product
 _MIN_WIDTH: Final = 16  # numbers that a product adds up
-# Items that the merge reads at a time.
-_MERGE_ITEMS: Final = 16
+_MERGE_ITEMS: Final = 16  # that a merge reads at a time
 _MASS_BLOCKS: Final = 32
 _NUM_PROCESSORS: Final = 132  # where there is no GPU to ask
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _soft_capped(score, softcap):  # type: ignore[no-untyped-def]
-    """softcap * tanh(score / softcap), by an exponential that can not overflow."""
-    decay = tl.exp2(tl.abs(score / softcap) * _LOG2_E * -2.0)
-    return tl.where(score < 0, -softcap, softcap) * (1.0 - decay) / (1.0 + decay)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _log_sum(peak, total):  # type: ignore[no-untyped-def]
-    """In base 2: of ``total`` exponentials that were made smaller by ``peak``."""
-    some = total > 0
-    return tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode_kernel(  # type: ignore[no-untyped-def]
-    query,
-    keys,
-    key_strides,
-    values,
-    value_strides,
-    codebook_ptr,
-    batch,
-    outputs,
-    settings,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """``keys`` and ``values``: values and scales; their strides one after the other. ``KEY`` and
-    ``VALUE``: kind, numbers of a part, the same up to a power of two, parts, type of products. ``outputs``:
-    f32 [num_items, heads, head_dim], and log-sum-exps of items, [num_items, heads], and
-    of blocks, [batch, max_blocks, heads]."""
-    query_ptr, query_row, query_head = query
-    tables, table_row, num_tokens, items = batch
-    part_out, part_lse, block_lse = outputs
-    scale, softcap, window, num_sinks = settings
-    GROUP: tl.constexpr = HEADS[0]
-    GROUP_PAD: tl.constexpr = HEADS[1]
-    BLOCK: tl.constexpr = HEADS[2]
-    HEAD_DIM: tl.constexpr = HEADS[3]
-    NUMBERS: tl.constexpr = VALUE[1]
-    WIDTH: tl.constexpr = VALUE[2]
-    NUM: tl.constexpr = VALUE[3]
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    IS_ASM: tl.constexpr = FLAGS[0]
-    HAS_WINDOW: tl.constexpr = FLAGS[1]
-    HAS_SOFTCAP: tl.constexpr = FLAGS[2]
-    WANT_MASS: tl.constexpr = FLAGS[3]
-    IS_AHEAD: tl.constexpr = FLAGS[4]
-    kv_head, item = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(0) * GROUP
-    row = tl.load(items + item * 4)
-    if row < 0:
-        return
-    first = tl.load(items + item * 4 + 1)
-    stop = tl.load(items + item * 4 + 2)
-    length = tl.load(num_tokens + row)
-    group = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + group
-    is_head = group < GROUP
-    queries = query_parts(query_ptr + row * query_row + head * query_head, is_head, KEY)
-    starts = offset_starts(queries, KEY, GROUP_PAD, IS_ASM)
-    keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
-    values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    sums = zero_sums(VALUE, GROUP_PAD, TILE)
-    token = tl.arange(0, TILE)
-    table = tables + row.to(tl.int64) * table_row
-    if IS_AHEAD:
-        ordinal = first + token // BLOCK
-        next_slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
-    for block in tl.range(first, stop, BLOCKS, num_stages=STAGES):
-        if IS_AHEAD:
-            slot = next_slot
-            ordinal = block + BLOCKS + token // BLOCK
-            next_slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
-        else:
-            ordinal = block + token // BLOCK
-            slot = tl.load(table + ordinal, mask=ordinal < stop, other=-1)
-        slot = tl.max_constancy(slot, [BLOCK])
-        position = block * BLOCK + token
-        live = (slot >= 0) & (position < length)
-        if HAS_WINDOW:
-            live = live & ((position >= length - window) | (position < num_sinks))
-        places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
-        score = (
-            scores_of(queries, starts, keys, key_strides, places, codebook_ptr, KEY, IS_ASM) * scale
-        )
-        if HAS_SOFTCAP:
-            score = _soft_capped(score, softcap)
-        score = tl.where(live[:, None], score, float("-inf"))
-        if WANT_MASS:
-            by_block = tl.reshape(score, [BLOCKS, BLOCK, GROUP_PAD])
-            peak = tl.max(by_block, 1)
-            peak = tl.where(peak == float("-inf"), 0.0, peak)
-            lse = _log_sum(peak, tl.sum(tl.exp2(by_block - peak[:, None, :]), 1))
-            blocks = block + tl.arange(0, BLOCKS)
-            at = (row.to(tl.int64) * table_row + blocks)[:, None] * num_heads + head[None, :]
-            tl.store(block_lse + at, lse, mask=is_head[None, :] & (blocks < stop)[:, None])
-        new_top = tl.maximum(top, tl.max(score, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(score - shift[None, :])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 0)
-        sums = decayed(sums, decay, VALUE)
-        sums = add_values(sums, weights, values, value_strides, places, codebook_ptr, VALUE, IS_ASM)
-        top = new_top
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
-    column = tl.arange(0, WIDTH)
-    at = item * num_heads + head
-    for part in tl.static_range(NUM):
-        to = part_out + at[None, :] * HEAD_DIM + (part * NUMBERS + column)[:, None]
-        mask = is_head[None, :] & (column < NUMBERS)[:, None]
-        tl.store(to, value_of(sums, part, VALUE, IS_ASM) * inverse[None, :], mask=mask)
-    tl.store(part_lse + at, _log_sum(top, total), mask=is_head)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_kernel(  # type: ignore[no-untyped-def]
-    parts,
-    first_items,
-    sink_logits,
-    out,
-    lse_out,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ITEMS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    WANT_LSE: tl.constexpr,
-):
-    """One program merges the items of one row for one head. ``out`` is a pointer and the strides of
-    its rows and heads."""
-    part_out, part_lse = parts
-    row, head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    first = tl.load(first_items + row)
-    stop = tl.load(first_items + row + 1)
-    column = tl.arange(0, WIDTH)
-    is_number = column < HEAD_DIM
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    sums = tl.zeros([WIDTH], tl.float32)
-    for start in range(first, stop, ITEMS):
-        item = start + tl.arange(0, ITEMS)
-        at = item * num_heads + head
-        lse = tl.load(part_lse + at, mask=item < stop, other=float("-inf"))
-        mask = (item < stop)[:, None] & is_number[None, :]
-        new = tl.load(part_out + at[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(lse - shift)
-        decay = tl.exp2(top - shift)
-        sums = sums * decay + tl.sum(weights[:, None] * new, 0)
-        total = total * decay + tl.sum(weights, 0)
-        top = new_top
-    if HAS_SINKS:
-        if stop > first:
-            sink = tl.load(sink_logits + head).to(tl.float32) * _LOG2_E
-            new_top = tl.maximum(top, sink)
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            decay = tl.exp2(top - shift)
-            sums = sums * decay
-            total = total * decay + tl.exp2(sink - shift)
-            top = new_top
-    result = sums / tl.where(total > 0, total, 1.0)
-    tl.store(out[0] + row * out[1] + head * out[2] + column, result, mask=is_number)
-    if WANT_LSE:
-        tl.store(lse_out + row * num_heads + head, _log_sum(top, total) * _LN_2)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass_kernel(  # type: ignore[no-untyped-def]
-    block_lse,
-    lse,
-    mass,
-    batch,
-    num_heads,
-    settings,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """``mass`` [batch, max_blocks] of blocks that were seen, 0 for the others."""
-    tables, table_row, num_tokens = batch
-    window, num_sinks, max_blocks = settings
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    head = tl.arange(0, HEADS)
-    length = tl.load(num_tokens + row)
-    inside = block < max_blocks
-    seen = inside & (block * BLOCK < length)
-    if HAS_WINDOW:
-        seen = seen & (((block + 1) * BLOCK > length - window) | (block * BLOCK < num_sinks))
-    seen = seen & (tl.load(tables + row * table_row + block, mask=seen, other=-1) >= 0)
-    total = tl.load(lse + row * num_heads + head, mask=head < num_heads, other=0) * _LOG2_E
-    at = (row * table_row + block)[:, None] * num_heads + head[None, :]
-    mask = seen[:, None] & (head < num_heads)[None, :]
-    score = tl.load(block_lse + at, mask=mask, other=0)
-    share = tl.where(mask, tl.exp2(score - total[None, :]), 0.0)
-    tl.store(mass + row * max_blocks + block, tl.sum(share, 1), mask=inside)
 
 
 class _Parts(NamedTuple):
@@ -277,14 +55,23 @@ class _Tuning(NamedTuple):
     max_registers: int | None = None
 
 
-def _parts_of(pages: KVPages, is_key: bool) -> _Parts:
+class _ItemResults(NamedTuple):
+    """What is left to merge. ``block_lse`` is any tensor where no mass is wanted."""
+
+    out: torch.Tensor  # [num_items, heads, head_dim] f32
+    lse: torch.Tensor  # [num_items, heads] f32, in base 2
+    block_lse: torch.Tensor  # [batch, row stride of tables, heads] f32, in base 2
+
+
+def _parts_of(pages: KVPages, *, is_key: bool) -> _Parts:
     kind, numbers, width, num_parts, _ = chunks_of(pages.kv_type, 1, pages.head_dim)
     if kind == IS_TURBO4.value:
         numbers, width, num_parts = numbers // 2, width // 2, num_parts * 2
     if not _is_gpu(pages.values) or pages.values.dtype == torch.float32:
         dot_type = tl.float32
     elif pages.values.dtype == torch.float16 or (kind == IS_Q8_0.value and is_key):
-        # int8 becomes f16 in fewer steps; values keep bf16, so that weights times scales have range.
+        # int8 becomes f16 in fewer steps; values keep bf16, so that weights times scales have
+        # range.
         dot_type = tl.float16
     else:
         dot_type = tl.bfloat16
@@ -302,7 +89,7 @@ def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
     if IS_TURBO4.value in kinds:
         return _Tuning(32, 1, 3, True, 12)
     if IS_Q8_0.value in kinds:
-        return _Tuning(64, 2, 3, True, 8, 128)
+        return _Tuning(64, 2, 3, True, 4, 128)
     vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
     if vector_bytes <= 128:
         return _Tuning(64, 2, 3, False, 4)
@@ -342,46 +129,18 @@ def decode_attention(
     the scores of every row that has a query, and take weight without giving a value.
     """
     num_rows, num_heads, head_dim = query.shape
-    kv_heads, block = keys.num_kv_heads, keys.tokens_per_block
-    assert num_heads % kv_heads == 0 and head_dim == keys.head_dim == values.head_dim
+    assert num_heads % keys.num_kv_heads == 0 and head_dim == keys.head_dim == values.head_dim
     assert query.stride(2) == 1 and batch.tables.stride(1) == 1 and batch.items.is_contiguous()
-    num_items = batch.items.shape[0]
-    key, value = _parts_of(keys, True), _parts_of(values, False)
-    tuning = _tuning(keys, values)
-    group = num_heads // kv_heads
-    part_out = query.new_empty(num_items, num_heads, head_dim, dtype=torch.float32)
-    part_lse = query.new_empty(num_items, num_heads, dtype=torch.float32)
-    table_row = batch.tables.stride(0)
-    block_lse = part_lse.new_empty(num_rows, table_row, num_heads) if want_mass else part_lse
-    has_window, window = options.window is not None, options.window or 0
-    log2_e, softcap = _LOG2_E.value, options.softcap or 1.0
-    _decode_kernel[(kv_heads, num_items)](
-        (query, query.stride(0), query.stride(1)),
-        *_side(keys),
-        *_side(values),
-        codebook(query.device),
-        (batch.tables, table_row, batch.num_tokens, batch.items),
-        (part_out, part_lse, block_lse),
-        (options.scale * log2_e, softcap * log2_e, window, options.num_sink_tokens),
-        KEY=key,
-        VALUE=value,
-        HEADS=(group, max(_MIN_HEADS, triton.next_power_of_2(group)), block, head_dim),
-        TILE=max(tuning.tile_tokens, block),
-        FLAGS=(_is_gpu(query), has_window, options.softcap is not None, want_mass, tuning.is_ahead),
-        STAGES=tuning.num_stages,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        maxnreg=tuning.max_registers,
-    )
+    parts = _attend_items(query, keys, values, batch, options, want_mass=want_mass)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     want_lse = want_lse or want_mass
-    lse = part_lse.new_empty(num_rows, num_heads) if want_lse else None
-    _merge_kernel[(num_rows, num_heads)](
-        (part_out, part_lse),
+    lse = parts.lse.new_empty(num_rows, num_heads) if want_lse else None
+    merge_items[(num_rows, num_heads)](
+        (parts.out, parts.lse),
         batch.first_items,
-        part_lse if sink_logits is None else sink_logits,
+        parts.lse if sink_logits is None else sink_logits,
         (out, out.stride(0), out.stride(1)),
-        part_lse if lse is None else lse,
+        parts.lse if lse is None else lse,
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
         ITEMS=_MERGE_ITEMS,
@@ -390,21 +149,49 @@ def decode_attention(
     )
     if not want_mass or lse is None:
         return DecodeResult(out, lse, None)
-    max_blocks = batch.tables.shape[1]
-    mass = part_lse.new_empty(num_rows, max_blocks)
-    _mass_kernel[(num_rows, triton.cdiv(max_blocks, _MASS_BLOCKS))](
-        block_lse,
-        lse,
-        mass,
-        (batch.tables, table_row, batch.num_tokens),
-        num_heads,
-        (window, options.num_sink_tokens, max_blocks),
-        BLOCK=block,
-        BLOCKS=_MASS_BLOCKS,
-        HEADS=triton.next_power_of_2(num_heads),
-        HAS_WINDOW=has_window,
-    )
+    mass = _mass_of(parts.block_lse, lse, batch, options, keys.tokens_per_block)
     return DecodeResult(out, lse, mass)
+
+
+def _attend_items(
+    query: torch.Tensor,
+    keys: KVPages,
+    values: KVPages,
+    batch: DecodeBatch,
+    options: AttentionOptions,
+    *,
+    want_mass: bool,
+) -> _ItemResults:
+    num_rows, num_heads, head_dim = query.shape
+    num_items, table_row = batch.items.shape[0], batch.tables.stride(0)
+    kv_heads, block = keys.num_kv_heads, keys.tokens_per_block
+    group = num_heads // kv_heads
+    columns = max(_MIN_COLUMNS, triton.next_power_of_2(group))
+    tuning = _tuning(keys, values)
+    out = query.new_empty(num_items, num_heads, head_dim, dtype=torch.float32)
+    lse = query.new_empty(num_items, num_heads, dtype=torch.float32)
+    block_lse = lse.new_empty(num_rows, table_row, num_heads) if want_mass else lse
+    has_window, has_softcap = options.window is not None, options.softcap is not None
+    log2_e, softcap = LOG2_E.value, options.softcap or 1.0
+    attend_items[(kv_heads, num_items)](
+        (query, query.stride(0), query.stride(1)),
+        *_side(keys),
+        *_side(values),
+        codebook(query.device),
+        (batch.tables, table_row, batch.num_tokens, batch.items),
+        (out, lse, block_lse),
+        (options.scale * log2_e, softcap * log2_e, options.window or 0, options.num_sink_tokens),
+        KEY=_parts_of(keys, is_key=True),
+        VALUE=_parts_of(values, is_key=False),
+        HEADS=(group, columns, head_dim, block),
+        TILE=max(tuning.tile_tokens, block),
+        FLAGS=(_is_gpu(query), tuning.is_ahead, has_window, has_softcap, want_mass),
+        STAGES=tuning.num_stages,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        maxnreg=tuning.max_registers,
+    )
+    return _ItemResults(out, lse, block_lse)
 
 
 def _side(pages: KVPages) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -412,3 +199,80 @@ def _side(pages: KVPages) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     if pages.scales is None:
         return (pages.values, pages.values), (*pages.values.stride(), 0, 0, 0)
     return (pages.values, pages.scales), (*pages.values.stride(), *pages.scales.stride()[:3])
+
+
+def _mass_of(
+    block_lse: torch.Tensor,
+    lse: torch.Tensor,
+    batch: DecodeBatch,
+    options: AttentionOptions,
+    tokens_per_block: int,
+) -> torch.Tensor:
+    """[batch, max_blocks] f32; see ``DecodeResult``."""
+    num_rows, max_blocks = batch.tables.shape
+    mass = lse.new_empty(num_rows, max_blocks)
+    sum_blocks[(num_rows, triton.cdiv(max_blocks, _MASS_BLOCKS))](
+        block_lse,
+        lse,
+        mass,
+        (batch.tables, batch.tables.stride(0), batch.num_tokens),
+        lse.shape[1],
+        (options.window or 0, options.num_sink_tokens, max_blocks),
+        BLOCK=tokens_per_block,
+        BLOCKS=_MASS_BLOCKS,
+        HEADS=triton.next_power_of_2(lse.shape[1]),
+        HAS_WINDOW=options.window is not None,
+    )
+    return mass
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    keys: KVPages,
+    values: KVPages,
+    batch: DecodeBatch,
+    options: AttentionOptions,
+    *,
+    sink_logits: torch.Tensor | None = None,
+    want_lse: bool = False,
+    want_mass: bool = False,
+) -> DecodeResult:
+    """See ``decode_attention``, but for the types: all of it is float64, and ``items`` are not
+    used. Holes may hold anything, NaN too."""
+    num_rows, num_heads, head_dim = query.shape
+    block, group = keys.tokens_per_block, num_heads // keys.num_kv_heads
+    position = torch.arange(batch.tables.shape[1] * block, device=query.device)
+    slots = batch.tables.repeat_interleave(block, 1)
+    length = batch.num_tokens[:, None]
+    live = (slots >= 0) & (position < length)
+    if options.window is not None:
+        inside = position >= length - options.window
+        live &= inside | (position < options.num_sink_tokens)
+    key, value = (_live_vectors(p, slots, position % block, live, group) for p in (keys, values))
+    score = torch.einsum("bhd,bnhd->bhn", query.double(), key) * options.scale
+    if options.softcap is not None:
+        score = options.softcap * torch.tanh(score / options.softcap)
+    score = score.masked_fill(~live[:, None], float("-inf"))
+    lse = torch.logsumexp(score, -1)
+    if sink_logits is not None:
+        with_sink = torch.logaddexp(lse, sink_logits.double())
+        lse = torch.where(length > 0, with_sink, lse)
+    weights = torch.exp(score - lse[..., None]).masked_fill(~live[:, None], 0.0)
+    out = torch.einsum("bhn,bnhd->bhd", weights, value)
+    mass = weights.sum(1).view(num_rows, -1, block).sum(-1)
+    return DecodeResult(
+        out.view(num_rows, num_heads, head_dim),
+        lse if want_lse or want_mass else None,
+        mass if want_mass else None,
+    )
+
+
+def _live_vectors(
+    pages: KVPages, slots: torch.Tensor, offsets: torch.Tensor, live: torch.Tensor, group: int
+) -> torch.Tensor:
+    """[batch, positions, heads, head_dim] float64, 0 where nothing is live."""
+    at = (slots.clamp(min=0).long(), offsets.expand_as(slots))
+    scales = None if pages.scales is None else pages.scales[at]
+    vectors = unpack(pages.values[at].flatten(-2), scales, pages.kv_type, torch.float64)
+    vectors = vectors.masked_fill(~live[..., None, None], 0.0)
+    return vectors.repeat_interleave(group, 2)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from coldpage.types import Int32Array, Int64Array
@@ -17,8 +16,8 @@ __all__ = ["AttentionOptions", "DecodeBatch", "DecodeResult", "plan_decode"]
 _ITEM_BLOCKS: Final = 8
 # No smaller item pays for its merge.
 _MIN_ITEM_BLOCKS: Final = 8
-# Sizes of items that are tried: even shares of all blocks in so many waves of programs, and parts of
-# the longest sequence.
+# Sizes of items that are tried: even shares of all blocks in so many waves of programs, and parts
+# of the longest sequence.
 _WAVES: Final = np.array([1, 2, 3, 4])
 _PARTS: Final = np.arange(1, 17)
 
@@ -106,7 +105,7 @@ def _ranges(
     )
 
 
-def _cut(sizes: Int64Array, max_items: int, num_at_a_time: int) -> npt.NDArray[np.int64]:
+def _cut(sizes: Int64Array, max_items: int, num_at_a_time: int) -> Int64Array:
     """Into how many items each run of blocks is cut: one that spreads the work in one wave of
     programs or a few, whichever ends first."""
     total = int(sizes.sum())
@@ -123,4 +122,5 @@ def _cut(sizes: Int64Array, max_items: int, num_at_a_time: int) -> npt.NDArray[n
     late = np.where(num_items > num_at_a_time, largest / 2, 0)
     ends = np.maximum(largest + _ITEM_BLOCKS, share + late)
     ends = np.where(num_items <= max_items, ends, np.inf)
-    return counts[int(np.argmin(ends))]
+    best: Int64Array = counts[int(np.argmin(ends))]
+    return best

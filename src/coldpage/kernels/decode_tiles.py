@@ -16,8 +16,8 @@ from coldpage.kernels.rotation import CODE_STEPS
 
 __all__ = [
     "add_values",
-    "offset_starts",
     "decayed",
+    "offset_starts",
     "query_parts",
     "scores_of",
     "value_of",
@@ -29,8 +29,8 @@ _CODE_STEPS = tl.constexpr(CODE_STEPS)
 _CODE_OFFSET = tl.constexpr(128.0 + 64.0 - 0.5)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def query_parts(query, is_head, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def query_parts(query, is_head, PARTS: tl.constexpr):
     """The query heads' parts, or halves of parts, that keys are multiplied with: a tuple of
     [numbers, heads]. ``query`` is [heads] of pointers."""
     NUMBERS: tl.constexpr = PARTS[1]
@@ -47,8 +47,8 @@ def query_parts(query, is_head, PARTS: tl.constexpr):  # type: ignore[no-untyped
     return parts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def zero_sums(PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def zero_sums(PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
     """Sums for ``add_values``: a tuple of [numbers, heads] f32, and for turbo4 behind them the sums
     of the weights that a tile's tokens had, [tokens, heads]."""
     KIND: tl.constexpr = PARTS[0]
@@ -63,8 +63,8 @@ def zero_sums(PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):  
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def decayed(sums, decay, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def decayed(sums, decay, PARTS: tl.constexpr):
     """All of them times ``decay`` [heads]."""
     KIND: tl.constexpr = PARTS[0]
     NUM: tl.constexpr = PARTS[3]
@@ -74,21 +74,20 @@ def decayed(sums, decay, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def value_of(sums, part: tl.constexpr, PARTS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def value_of(sums, part: tl.constexpr, PARTS: tl.constexpr, IS_ASM: tl.constexpr):
     """The sum of a part of the values themselves: [numbers, heads]."""
     KIND: tl.constexpr = PARTS[0]
     NUM: tl.constexpr = PARTS[3]
     result = sums[part]
-    if IS_ASM:
-        if KIND == IS_TURBO4:
-            weights = tl.sum(sums[NUM + part // 2], 0)
-            result = (result - _CODE_OFFSET * weights[None, :]) * (1.0 / _CODE_STEPS)
+    if IS_ASM and KIND == IS_TURBO4:
+        weights = tl.sum(sums[NUM + part // 2], 0)
+        result = (result - _CODE_OFFSET * weights[None, :]) * (1.0 / _CODE_STEPS)
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def offset_starts(queries, PARTS: tl.constexpr, HEADS: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def offset_starts(queries, PARTS: tl.constexpr, HEADS: tl.constexpr, IS_ASM: tl.constexpr):
     """What the product of a part of int8 keys begins with, so that ``_offset_numbers`` are as good
     as the numbers: a tuple of [heads]."""
     KIND: tl.constexpr = PARTS[0]
@@ -104,8 +103,8 @@ def offset_starts(queries, PARTS: tl.constexpr, HEADS: tl.constexpr, IS_ASM: tl.
     return starts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _offset_numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _offset_numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):
     """int8 as f16, with _OFFSET added: behind 0x64 a byte that is not signed is 1024 more."""
     if IS_ASM:
         result = tl.inline_asm_elementwise(
@@ -126,8 +125,8 @@ def _offset_numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ig
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):
     """int8 as bf16: 7 bits behind 0x43 are 128 more than they are, and the sign bit behind it is
     what the signed number is less."""
     if IS_ASM:
@@ -154,8 +153,8 @@ def _numbers(codes, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _offset_halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _offset_halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):
     """The codebook's values for the low and the high halves of bytes, times _CODE_STEPS, with
     _CODE_OFFSET added: as bf16, 7 bits behind 0x43 are 128 more than they are. A byte permutation
     looks up 64 and MAGNITUDE_STEPS, four at a time; all 7 bits are turned for negative ones."""
@@ -191,8 +190,8 @@ def _offset_halves(codes, codebook, DOT: tl.constexpr, IS_ASM: tl.constexpr):  #
     return low, high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale_words(scales, at, live, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scale_words(scales, at, live, NUM: tl.constexpr):
     """Whole words of each token's ``NUM`` scales, since narrower ones can not be copied ahead."""
     if NUM <= 2:
         words = (tl.load(scales.to(tl.pointer_type(tl.int32)) + at // 2, mask=live, other=0),)
@@ -204,20 +203,18 @@ def _scale_words(scales, at, live, NUM: tl.constexpr):  # type: ignore[no-untype
     return words
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale(words, offset, part: tl.constexpr, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scale(words, offset, part: tl.constexpr, NUM: tl.constexpr):
     """[tokens] f32"""
-    if NUM == 1:  # a word holds the scales of two tokens
-        bits = words[0] >> (offset % 2 * 16)
-    else:
-        bits = words[part // 4] >> (part % 4 * 16)
+    # Of one part, a word holds the scales of two tokens.
+    bits = words[0] >> (offset % 2 * 16) if NUM == 1 else words[part // 4] >> (part % 4 * 16)
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def scores_of(
     queries, starts, keys, strides, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Products of a tile of keys with ``query_parts``: [tokens, heads] f32."""
     KIND: tl.constexpr = PARTS[0]
     NUMBERS: tl.constexpr = PARTS[1]
@@ -261,10 +258,10 @@ def scores_of(
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def add_values(
     sums, weights, values, strides, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """``sums`` and, on top, the products of a tile of values with weights [tokens, heads]."""
     KIND: tl.constexpr = PARTS[0]
     NUMBERS: tl.constexpr = PARTS[1]
