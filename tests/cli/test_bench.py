@@ -267,6 +267,63 @@ def test_attention_of_other_numbers_is_no_result(
     assert result.stderr.count("\n") == 1
 
 
+def test_decode_steps_are_beside_what_they_read(tmp_path: Path) -> None:
+    flags = ("--model", "tiny", "--tokens", "64", "--batches", "1,3")
+    printed, rows = run(tmp_path, "decode", *flags)
+    assert [row["config"] for row in rows] == [
+        f"tiny, {batch} x 64 tokens, K bf16, V bf16" for batch in (1, 3)
+    ]
+    assert {row["name"] for row in rows} == {"decode step, no graph"}
+    # A layer's projections, its MLP and its norms; the last norm and the output embeddings.
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64
+    num_weights = 3 * layer + 64 + 320 * 64
+    for row, batch in zip(rows, (1, 3), strict=True):
+        notes = row["notes"]
+        assert notes["read_bytes"] == 2 * num_weights + batch * 63.5 * 384
+        limit_ms = notes["read_bytes"] / 1e6 / notes["copy_gb_per_s"]
+        assert row["rival_median_ms"] == pytest.approx(limit_ms, rel=0.02)
+        assert notes["tokens_per_s"] == pytest.approx(1e3 * batch / row["median_ms"], rel=0.01)
+        assert "host_ms" not in notes  # there the host computes too
+    line = next(line for line in printed.splitlines() if line.startswith(" 3 x 64 tokens"))
+    cells = [cell.strip() for cell in line.split("│")]
+    assert cells[3] == f"{rows[1]['notes']['tokens_per_s']:,.0f}"
+    assert cells[5] == f"{rows[1]['notes']['read_bytes'] / KIB:.4g} KiB"
+
+
+def test_decode_takes_packed_pages(tmp_path: Path) -> None:
+    flags = ("--model", "smollm2", "--tokens", "16", "--batches", "1", "--cache-type-v", "q8_0")
+    _, (row,) = run(tmp_path, "decode", *flags)
+    assert row["config"] == "SmolLM2-135M, 1 x 16 tokens, K bf16, V q8_0"
+
+
+def test_decode_steps_without_numbers_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coldpage.bench import decode
+
+    monkeypatch.setattr(decode, "fill_pages", lambda pages: pages.values.fill_(float("nan")))
+    flags = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--batches", "1"]
+    result = CliRunner().invoke(coldpage, ["bench", "decode", *flags])
+    assert result.exit_code == 2
+    assert "a decoding step gives logits that are no numbers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--tokens", "5000"), "5,000 tokens a sequence: the model takes 4,096 at most"),
+        (("--batches", "1,257"), "257 sequences: a step takes 256 at most"),
+        (("--batches", "1,0"), "'1,0': write numbers of sequences, such as 1,16,64"),
+        (("--cache-type-k", "turbo4"), "are not supported for heads of 16 numbers"),
+    ],
+)
+def test_decode_that_can_not_be_measured_is_one_sentence(
+    flags: tuple[str, ...], sentence: str
+) -> None:
+    command = ["bench", "decode", "--device", "cpu", "--model", "tiny", *flags]
+    result = CliRunner().invoke(coldpage, command)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -317,7 +374,7 @@ def test_no_such_device_is_said_before_anything_runs() -> None:
     assert "'tpu' is no device: write auto, cpu, cuda or cuda:N" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["migrate", "disk", "resume", "manager", "attention"])
+@pytest.mark.parametrize("command", ["migrate", "disk", "resume", "manager", "attention", "decode"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, ["bench", command, "--help"])
     assert result.exit_code == 0
@@ -376,6 +433,7 @@ def test_migrate_on_a_gpu_measures_both_paths_and_decoding(tmp_path: Path) -> No
         ("resume", ("--model", "tiny", "--tokens", "2048"), 2),
         ("manager", ("--pages", "64", "--sequences", "4", "--context", "64"), 4),
         ("attention", ("--types", "bf16,turbo4", "--bytes", "6GiB"), 21),
+        ("decode", ("--model", "tiny", "--tokens", "64", "--batches", "1,3"), 4),
     ],
 )
 def test_the_others_on_a_gpu(

@@ -55,6 +55,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
         "semantic.embedder",
         "bench.attention",
         "bench.clock",
+        "bench.decode",
         "bench.decode_load",
         "bench.prefill",
     ),

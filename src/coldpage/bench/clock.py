@@ -42,6 +42,8 @@ class Timed:
         is_graph: bool = True,
     ) -> None:
         self._work: Callable[[], object] = work
+        # A graph names memory without keeping it.
+        self._kept = work
         self._place = place
         self._num_units = num_units
         self._num_rounds = 1
@@ -113,9 +115,13 @@ def fastest(
 
 def _captured(work: Callable[[], object]) -> Callable[[], object]:
     cuda: Any = torch.cuda
-    graph = cuda.CUDAGraph()
-    # Other threads of the process may talk to the device meanwhile.
-    with cuda.graph(graph, capture_error_mode="thread_local"):
+    graph, stream = cuda.CUDAGraph(), cuda.Stream()
+    # The outer block since a failed capture leaves its own stream current. Other threads of the
+    # process may talk to the device meanwhile.
+    with (
+        cuda.stream(stream),
+        cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         work()
     graph.replay()
     replay: Callable[[], object] = graph.replay

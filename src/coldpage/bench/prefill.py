@@ -17,7 +17,7 @@ from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCache
 from coldpage.types import Int32Array
 
-__all__ = ["Prefill"]
+__all__ = ["MODELS", "Prefill"]
 
 _SMOLLM2: Final = ModelGeometry(
     num_layers=30,
@@ -29,7 +29,8 @@ _SMOLLM2: Final = ModelGeometry(
     vocab_size=2048,
     context_tokens=131_072,
 )
-_MODELS: Final = {
+# By the name of the cache's geometry.
+MODELS: Final = {
     LLAMA_8B.name: EIGHT_BILLION,
     SMOLLM2_135M.name: _SMOLLM2,
     TINY_LLAMA.name: SMALL,
@@ -47,7 +48,7 @@ class Prefill:
     ) -> None:
         self._manager = manager
         self._step_tokens = step_tokens
-        sizes = _MODELS[geometry.name]
+        sizes = MODELS[geometry.name]
         self._vocab_size = sizes.vocab_size
         place = torch.device(device.name if is_gpu(device) else "cpu")
         self._runner = ModelRunner(random_model(sizes, place, torch.bfloat16), manager)

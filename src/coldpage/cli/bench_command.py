@@ -14,13 +14,14 @@ from coldpage.cli.device_flag import device_flag
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.machine import default_disk_directory, expand_user, prepare_directory
 from coldpage.cli.sizes import AbsoluteSize, parse_size
+from coldpage.engine.settings import CACHE_TYPES
 from coldpage.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
-__all__ = ["attention", "bench", "disk", "manager", "migrate", "resume"]
+__all__ = ["attention", "bench", "decode", "disk", "manager", "migrate", "resume"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Wide enough for the tables where the output is a file.
@@ -38,6 +39,7 @@ def bench() -> None:
       coldpage bench resume                a session until its first step may launch
       coldpage bench manager               what the manager costs its thread
       coldpage bench attention             attention over pages, one layer
+      coldpage bench decode                steps of a whole model that decodes
     """
 
 
@@ -358,3 +360,68 @@ def attention(
         _measure(
             device, json_path, "attention", lambda d, console: run_attention(d, options, console)
         )
+
+
+def _batches(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        batches = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        batches = ()
+    if not batches or min(batches) < 1:
+        raise click.BadParameter(f"{value!r}: write numbers of sequences, such as 1,16,64")
+    return batches
+
+
+def _cache_types(command: _Command) -> _Command:
+    for name, what in (("value", "values"), ("key", "keys")):
+        command = click.option(
+            f"--cache-type-{name[0]}",
+            f"{name}_type",
+            type=click.Choice(CACHE_TYPES),
+            default=CACHE_TYPES[0],
+            show_default=True,
+            help=f"How hot pages hold {what}; auto: bf16, as the model.",
+        )(command)
+    return command
+
+
+@bench.command()
+@_common_flags(5)
+@click.option(
+    "--model",
+    type=click.Choice(("8b", "smollm2", "tiny")),
+    help="Whose sizes the random weights have. [default: 8b on a GPU, else smollm2]",
+)
+@click.option(
+    "--batches",
+    default="1,16,64",
+    show_default=True,
+    metavar="NUMBERS",
+    callback=_batches,
+    help="How many sequences decode together.",
+)
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(1),
+    help="Tokens of each. [default: 1024 on a GPU, 256 elsewhere]",
+)
+@_cache_types
+def decode(device: str, json_path: Path | None, model: str | None, **options: Any) -> None:
+    """Steps in which every sequence decodes one token, with random weights, against the time that
+    reading weights and cache takes at the speed of a copy; on a GPU with and without CUDA graphs.
+
+    \b
+    Examples:
+      coldpage bench decode
+      coldpage bench decode --device cuda --batches 1,64 --tokens 8192
+      coldpage bench decode --cache-type-k q8_0 --cache-type-v turbo4
+    """
+    with failures_as_sentences():
+        with _torch_needed("decode"):
+            from coldpage.bench.decode import DecodeOptions, run_decode
+        from coldpage.bench.kv import LLAMA_8B, SMOLLM2_135M, TINY_LLAMA
+
+        geometries = {"8b": LLAMA_8B, "smollm2": SMOLLM2_135M, "tiny": TINY_LLAMA, None: None}
+        chosen = DecodeOptions(geometry=geometries[model], **options)
+        _measure(device, json_path, "decode", lambda d, console: run_decode(d, chosen, console))
