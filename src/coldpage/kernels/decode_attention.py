@@ -21,7 +21,8 @@ import triton.language as tl
 from coldpage.kernels.decode_kernel import LOG2_E, attend_items, merge_items, sum_blocks
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult
 from coldpage.kernels.kv_types import KVPages
-from coldpage.kernels.packing import IS_Q8_0, IS_TURBO4, chunks_of, unpack
+from coldpage.kernels.packing import unpack
+from coldpage.kernels.packing_tiles import IS_Q8_0, IS_TURBO4, chunks_of
 from coldpage.kernels.rotation import codebook
 
 __all__ = ["decode_attention", "decode_attention_reference", "decode_programs"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0, IS_TURBO4
+from coldpage.kernels.packing_tiles import IS_PLAIN, IS_Q8_0, IS_TURBO4
 from coldpage.kernels.rotation import CODE_STEPS
 
 __all__ = [

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from coldpage.kernels.kv_types import KVPages
-from coldpage.kernels.packing import IS_PLAIN, IS_Q8_0, IS_TURBO4, chunks_of, unpack
+from coldpage.kernels.packing import unpack
+from coldpage.kernels.packing_tiles import IS_PLAIN, IS_Q8_0, IS_TURBO4, chunks_of
 from coldpage.kernels.rotation import codebook
 
 __all__ = ["gather_pages", "gather_pages_reference"]

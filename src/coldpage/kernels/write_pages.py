@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from coldpage.kernels.kv_types import KVPages
-from coldpage.kernels.packing import (
+from coldpage.kernels.packing import pack
+from coldpage.kernels.packing_tiles import (
     IS_PLAIN,
     IS_Q8_0,
     IS_TURBO4,
     Chunks,
     chunks_of,
-    pack,
     pack_q8_tile,
     pack_turbo4_tile,
 )
