@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,10 +291,15 @@ def test_decode_steps_are_beside_what_they_read(tmp_path: Path) -> None:
     assert cells[5] == f"{rows[1]['notes']['read_bytes'] / KIB:.4g} KiB"
 
 
-def test_decode_takes_packed_pages(tmp_path: Path) -> None:
+def test_decode_takes_packed_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coldpage.bench import decode
+
+    monkeypatch.setattr(decode, "_copy", lambda place: SimpleNamespace(ms=lambda: 10.0))
     flags = ("--model", "smollm2", "--tokens", "16", "--batches", "1", "--cache-type-v", "q8_0")
     _, (row,) = run(tmp_path, "decode", *flags)
     assert row["config"] == "SmolLM2-135M, 1 x 16 tokens, K bf16, V q8_0"
+    # The copy of 64 MiB reads as much as it writes.
+    assert row["rival_ms"] == 2 * [pytest.approx(row["notes"]["read_bytes"] / (128 << 20) * 10.0)]
 
 
 def test_decode_steps_without_numbers_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
