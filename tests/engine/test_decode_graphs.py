@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from coldpage.engine import decode_graphs
 from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS, DecodeGraphs, padded_rows
 
 GPU = torch.device("cuda", 0)  # named only
@@ -79,3 +83,93 @@ def test_without_a_gpu_or_the_wish_nothing_is_captured(
     graphs = DecodeGraphs(torch.device(device), is_enabled=is_enabled)
     assert graphs.run(2, lambda: torch.ones(3)).sum() == 3
     assert graphs.counters == {"eager_decode_steps": 1}
+
+
+class FakeStream:
+    """Says what it waited for."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+class FakeCuda:
+    """What a capture asks of torch.cuda. ``log`` has the state of each call of ``forward``."""
+
+    CUDAGraph = SimpleNamespace
+    Stream = FakeStream
+
+    def __init__(self) -> None:
+        self.current = FakeStream()
+        self.captures: list[tuple[object, object]] = []
+        self.sync_mode: str | int = 0
+        self.is_capturing = False
+        self.log: list[tuple[bool, bool, str | int]] = []
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    def get_sync_debug_mode(self) -> str | int:
+        return self.sync_mode
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        self.sync_mode = mode
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        previous, self.current = self.current, stream
+        yield
+        self.current = previous
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: object, *, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
+        self.captures.append((pool, stream))
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+
+    def forward(self) -> torch.Tensor:
+        is_aside = isinstance(self.current, FakeStream) and bool(self.current.waited_for)
+        self.log.append((is_aside, self.is_capturing, self.sync_mode))
+        return torch.zeros(1)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    monkeypatch.setattr(decode_graphs, "torch", SimpleNamespace(cuda=made))
+    return made
+
+
+def test_graphs_of_all_sizes_share_a_stream_and_so_their_memory(cuda: FakeCuda) -> None:
+    graphs = DecodeGraphs(GPU, is_enabled=True)
+    for size in (8, 4):
+        graphs._try_capture(size, cuda.forward)
+    first, second = cuda.captures
+    assert first == second
+
+
+def test_waits_show_before_a_capture_begins(cuda: FakeCuda) -> None:
+    DecodeGraphs(GPU, is_enabled=True)._try_capture(8, cuda.forward)
+    assert cuda.log == [(True, False, 0), (True, False, "error"), (True, True, 0)]
+
+
+def test_what_a_failed_capture_enqueued_is_waited_for(cuda: FakeCuda) -> None:
+    def forward() -> torch.Tensor:
+        if cuda.sync_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return cuda.forward()
+
+    main = cuda.current
+    graphs = DecodeGraphs(GPU, is_enabled=True)
+    graphs._try_capture(8, forward)
+    assert graphs.counters == {"graph_capture_failures": 1}
+    assert main.waited_for == [graphs._stream]
+    assert cuda.captures == [] and cuda.sync_mode == 0

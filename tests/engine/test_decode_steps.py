@@ -128,15 +128,6 @@ def test_preparing_runs_every_size_and_writes_to_no_page(
         assert (pool == old).all()
 
 
-def test_a_model_that_looks_at_positions_on_the_host_is_not_captured() -> None:
-    bench = Bench("llama")
-    assert not bench.runner._model.turns_by_length
-    rotary = bench.loaded.model.model.rotary_emb
-    for rope_type in ("dynamic", {"full_attention": "dynamic"}):
-        rotary.rope_type = rope_type
-        assert bench.runner._model.turns_by_length
-
-
 def test_a_missing_page_where_a_step_writes_is_a_bug(bench: Bench, tables: list[Table]) -> None:
     tables[0].slots[0][1] = -1
     with pytest.raises(AssertionError, match="no hot page"):

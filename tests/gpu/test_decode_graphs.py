@@ -82,6 +82,15 @@ def test_graphs_made_before_the_first_step_are_the_same(gpu: torch.device) -> No
         assert torch.equal(one, other)
 
 
+def test_graphs_share_their_memory(gpu: torch.device) -> None:
+    """Of a tiny model even a matrix product's workspace shows that is kept for each graph."""
+    bench = Bench("llama", device=gpu, dtype=HALF, max_decode_rows=256, **SIZES)
+    reserved_bytes: list[int] = []
+    bench.runner.prepare(256, lambda size: reserved_bytes.append(torch.cuda.memory_reserved(gpu)))
+    assert len(reserved_bytes) == 35
+    assert reserved_bytes[-1] - reserved_bytes[1] < 48 * 2**20
+
+
 def test_batches_beyond_the_largest_graph_are_decoded_too(gpu: torch.device, kind: str) -> None:
     small, large = (Bench(kind, device=gpu, max_decode_rows=rows, **SIZES) for rows in (4, 16))
     for one, other in zip(decoded(small, BATCHES), decoded(large, BATCHES), strict=True):
@@ -122,3 +131,6 @@ def test_a_model_that_can_not_be_captured_decodes_without(gpu: torch.device) -> 
     for one, other in zip(decoded(bench, BATCHES), decoded(plain, BATCHES), strict=True):
         assert torch.equal(one, other)
     assert bench.runner.counters["graph_capture_failures"] == 1
+    # One that was made later is, so the failure left nothing behind.
+    assert plain.runner.counters == {"graph_decode_steps": len(BATCHES)}
+    torch.cuda.empty_cache()

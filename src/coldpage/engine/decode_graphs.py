@@ -6,9 +6,11 @@ host enqueues them. Captured once, they are one launch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -21,8 +23,6 @@ _LOG = logging.getLogger(__name__)
 MAX_GRAPH_ROWS: Final = 256
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
-# The first run of a shape compiles kernels, chooses algorithms and makes constant tensors.
-_NUM_WARM_UPS: Final = 2
 
 
 def padded_rows(num_rows: int) -> int:
@@ -43,6 +43,8 @@ class DecodeGraphs:
         self._is_enabled = is_enabled and device.type == "cuda"
         self._device = device
         self._pool: Any = None
+        # One for all graphs: memory of a pool is shared only on one stream.
+        self._stream: Any = None
         self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
         self.counters: Counter[str] = Counter()
 
@@ -78,18 +80,39 @@ class DecodeGraphs:
     def _capture(self, forward: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
         cuda: Any = torch.cuda
         if self._pool is None:
-            self._pool = cuda.graph_pool_handle()
-        current, stream = cuda.current_stream(self._device), cuda.Stream(self._device)
-        stream.wait_stream(current)
+            self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
+        current = cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         graph = cuda.CUDAGraph()
-        # The outer block also for this: a failed capture leaves its own stream current.
-        with cuda.stream(stream):
-            for _ in range(_NUM_WARM_UPS):
+        try:
+            # The outer block also for this: a failed capture leaves its own stream current.
+            with cuda.stream(self._stream):
+                # The first run of a shape compiles kernels and makes constant tensors.
                 forward()
-            # Other threads register memory meanwhile, which is none of this capture's business.
-            with cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                result = forward()
-        current.wait_stream(stream)
+                with _waits_are_errors():
+                    forward()
+                # Other threads register memory meanwhile, which is none of this capture's business.
+                with cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    result = forward()
+        finally:
+            # Also of what failed: nothing may write to a page when a step is over.
+            current.wait_stream(self._stream)
         return graph, result
+
+
+@contextlib.contextmanager
+def _waits_are_errors() -> Iterator[None]:
+    """RuntimeError where the host would wait for the GPU. In a capture it is one too, but leaves
+    torch's allocator in that capture for good."""
+    cuda: Any = torch.cuda
+    mode = cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch says, once, that it does not find every wait.
+        warnings.simplefilter("ignore")
+        cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        cuda.set_sync_debug_mode(mode)

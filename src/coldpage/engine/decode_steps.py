@@ -80,9 +80,8 @@ class DecodeSteps:
             (self._inputs((), [[]] * len(model.groups), self._max_rows), _no_changes(_MAX_CHANGES))
         )
         self._static = torch.empty(most_bytes, dtype=torch.uint8, device=model.device)
-        self.graphs = DecodeGraphs(
-            model.device, is_enabled=use_graphs and not model.turns_by_length
-        )
+        self._logits: torch.Tensor | None = None  # [max_rows, vocab]
+        self.graphs = DecodeGraphs(model.device, is_enabled=use_graphs)
 
     def takes(self, num_rows: int, last_position: int) -> bool:
         """Whether a step of this size has room here."""
@@ -113,10 +112,16 @@ class DecodeSteps:
             _plan_of(inputs, group, table[:size])
             for group, table in zip(inputs.groups, self._tables.tables, strict=True)
         ]
-        logits = self.graphs.run(
-            size, lambda: self._model.logits(inputs.token_ids, inputs.positions, None, plans)
-        )
+        logits = self.graphs.run(size, lambda: self._forward(inputs, plans, size))
         return logits[: len(rows)]
+
+    def _forward(self, inputs: _Inputs, plans: Sequence[GroupPlan], size: int) -> torch.Tensor:
+        logits = self._model.logits(inputs.token_ids, inputs.positions, None, plans)
+        if self._logits is None:
+            # For graphs of all sizes: each would keep memory for its own result.
+            shape = (self._max_rows, logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits[:size].copy_(logits)
 
     def _inputs(
         self, rows: Sequence[DecodeRow], slots: Sequence[Sequence[Int32Array]], size: int

@@ -70,13 +70,6 @@ class PagedModel:
         self._cache_argument = cache_argument(self._model)
         self._model.set_attn_implementation(register_attention())
 
-    @property
-    def turns_by_length(self) -> bool:
-        """Whether the host looks at positions in each pass, since how far they are turned depends
-        on the longest: a CUDA graph can not hold that."""
-        kinds = (getattr(module, "rope_type", "") for module in self._model.modules())
-        return any("dynamic" in (k.values() if isinstance(k, dict) else (k,)) for k in kinds)
-
     def logits(
         self,
         token_ids: torch.Tensor,
