@@ -141,29 +141,22 @@ def test_what_can_not_be_kept_is_refused_with_what_can(
     assert "\n" not in sentence
 
 
-def test_a_machine_without_triton_serves_plain_pages_and_says_what_others_need() -> None:
+def test_a_machine_without_triton_serves_every_type() -> None:
     program = """
 import sys
 sys.modules["triton"] = None
 from coldpage.engine import process
-from coldpage.engine.assembly import with_hot_types
-from coldpage.engine.random_model import SMALL, random_model
-from coldpage.errors import ConfigurationError
-import torch
-model = random_model(SMALL, torch.device("cpu"), torch.float32)
-with_hot_types(model, "auto", "f32", 16)
-try:
-    with_hot_types(model, "auto", "q8_0", 16)
-except ConfigurationError as error:
-    print(error)
+from coldpage.engine.hot_types import HotTypes
+from coldpage.kernels.kv_types import Q8_0, TURBO4
+from tests.engine.runner_bench import Bench, text
+bench = Bench("llama", types=HotTypes(Q8_0, TURBO4), head_dim=64)
+table = bench.table(9)
+print(len(bench.prefill(table, text(9), 8)))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
     )
-    assert done.stdout == (
-        "hot pages of keys as f32 and values as q8_0 need the package triton, which is not "
-        "installed here\n"
-    )
+    assert done.stdout == "9\n"
 
 
 def test_what_can_be_kept_is_not_refused() -> None:

@@ -47,14 +47,6 @@ def _require_supported(model: LoadedModel, tokens_per_block: int) -> None:
     sentence = why_unsupported(model.hot_types, head_dims, tokens_per_block, model.dtype, device)
     if sentence is not None:
         raise ConfigurationError(sentence)
-    if not model.hot_types.is_plain(model.dtype):
-        try:
-            import coldpage.kernels.packing  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"hot pages of {model.hot_types} need the package {error.name}, which is not "
-                "installed here"
-            ) from error
 
 
 def block_bytes(model: LoadedModel, tokens_per_block: int) -> int:

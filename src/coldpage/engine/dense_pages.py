@@ -28,6 +28,7 @@ from coldpage.engine.step_plan import (
     plan_group,
 )
 from coldpage.kernels.kv_types import KVPages
+from coldpage.kernels.packing import pack, unpack
 
 __all__ = ["DensePages", "attend_tiles"]
 
@@ -55,8 +56,6 @@ class DensePages:
         if pages.values.dtype == self._dtype:
             _put(pages.values, write, new[..., None, :])
             return states
-        from coldpage.kernels.packing import pack, unpack
-
         values, scales = pack(new, pages.kv_type)
         _put(pages.values, write, values.reshape(*new.shape[:2], *pages.values.shape[3:]))
         if pages.scales is not None and scales is not None:
@@ -145,8 +144,6 @@ def _gather_pages(pages: KVPages, slots: torch.Tensor, out: torch.Tensor) -> Non
     if values.dtype == out.dtype:
         torch.index_select(values[..., 0, :], 0, slots, out=out)
         return
-    from coldpage.kernels.packing import unpack
-
     scales = None if pages.scales is None else pages.scales.transpose(1, 2)[slots]
     out.copy_(unpack(values[slots].flatten(3), scales, pages.kv_type, out.dtype))
 
