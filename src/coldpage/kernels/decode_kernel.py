@@ -69,8 +69,38 @@ def _store_block_sums(to, score, block, stop, num_heads, head, is_head, BLOCK: t
 
 
 @triton.jit
-def _store_output(to, is_head, sums, total, VALUE: tl.constexpr, IS_ASM: tl.constexpr):
-    """Sums, divided by the sum of their weights. ``to`` is [heads] of pointers."""
+def _is_live(slot, position, length, settings, HAS_WINDOW: tl.constexpr):
+    """Whether a token is there and seen."""
+    live = (slot >= 0) & (position < length)
+    if HAS_WINDOW:
+        live = live & ((position >= length - settings[2]) | (position < settings[3]))
+    return live
+
+
+@triton.jit
+def _masked(score, live, settings, HAS_SOFTCAP: tl.constexpr):
+    """Products of queries and keys as scores in base 2: -inf where no token is live."""
+    score = score * settings[0]
+    if HAS_SOFTCAP:
+        score = _soft_capped(score, settings[1])
+    return tl.where(live[:, None], score, float("-inf"))
+
+
+@triton.jit
+def _weigh(score, top, total):
+    """Weights of a tile's tokens, relative to the largest score up to here; what those before
+    decay by; that score, and the sum of all weights, in place of ``top`` and ``total``."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    shift = _finite(new_top)
+    weights = tl.exp2(score - shift[None, :])
+    decay = tl.exp2(top - shift)
+    return weights, decay, new_top, total * decay + tl.sum(weights, 0)
+
+
+@triton.jit
+def _store_item(to, to_lse, is_head, sums, top, total, VALUE: tl.constexpr, IS_ASM: tl.constexpr):
+    """Sums, divided by the sum of their weights, and its logarithm. ``to`` is [heads] of
+    pointers, and so is ``to_lse``."""
     NUMBERS: tl.constexpr = VALUE[1]
     WIDTH: tl.constexpr = VALUE[2]
     NUM: tl.constexpr = VALUE[3]
@@ -80,6 +110,7 @@ def _store_output(to, is_head, sums, total, VALUE: tl.constexpr, IS_ASM: tl.cons
         at = to[None, :] + (part * NUMBERS + column)[:, None]
         mask = is_head[None, :] & (column < NUMBERS)[:, None]
         tl.store(at, value_of(sums, part, VALUE, IS_ASM) * inverse[None, :], mask=mask)
+    tl.store(to_lse, _log_sum(top, total), mask=is_head)
 
 
 @triton.jit
@@ -100,14 +131,11 @@ def attend_items(
     FLAGS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program attends to one item for one KV head. ``keys`` and ``values`` are stored values
-    and scales, and their strides one after the other; ``KEY`` and ``VALUE`` a ``Parts``. It makes
-    f32 [num_items, heads, head_dim], and log-sum-exps of items, [num_items, heads], and of blocks,
-    [batch, max_blocks, heads]."""
-    query, query_row, query_head = query
+    """One program attends to one item for one KV head. ``query``: a pointer, strides of rows and
+    heads. ``keys``, ``values``: stored values and scales; ``KEY``, ``VALUE``: a ``_Parts``.
+    ``settings``: scale, soft cap (both in base 2), window, sinks. ``outputs``: ``_ItemResults``."""
     tables, table_row, num_tokens, items = batch
     part_out, part_lse, block_lse = outputs
-    scale, softcap, window, num_sinks = settings
     GROUP: tl.constexpr = HEADS[0]
     COLUMNS: tl.constexpr = HEADS[1]
     HEAD_DIM: tl.constexpr = HEADS[2]
@@ -126,7 +154,7 @@ def attend_items(
     length = tl.load(num_tokens + row)
     is_head = tl.arange(0, COLUMNS) < GROUP
     head = kv_head * GROUP + tl.arange(0, COLUMNS)
-    queries = query_parts(query + row * query_row + head * query_head, is_head, KEY)
+    queries = query_parts(query[0] + row * query[1] + head * query[2], is_head, KEY)
     starts = offset_starts(queries, KEY, COLUMNS, IS_ASM)
     keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
     values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
@@ -144,29 +172,18 @@ def attend_items(
         else:
             slot = _tile_slots(tables + row_start, block, stop, token, BLOCK)
         slot = tl.max_constancy(slot, [BLOCK])
-        position = block * BLOCK + token
-        live = (slot >= 0) & (position < length)
-        if HAS_WINDOW:
-            live = live & ((position >= length - window) | (position < num_sinks))
+        live = _is_live(slot, block * BLOCK + token, length, settings, HAS_WINDOW)
         places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
-        score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM) * scale
-        if HAS_SOFTCAP:
-            score = _soft_capped(score, softcap)
-        score = tl.where(live[:, None], score, float("-inf"))
+        score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
+        score = _masked(score, live, settings, HAS_SOFTCAP)
         if WANT_MASS:
             to = block_lse + row_start * num_heads
             _store_block_sums(to, score, block, stop, num_heads, head, is_head, BLOCK)
-        new_top = tl.maximum(top, tl.max(score, 0))
-        shift = _finite(new_top)
-        weights = tl.exp2(score - shift[None, :])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 0)
+        weights, decay, top, total = _weigh(score, top, total)
         sums = decayed(sums, decay, VALUE)
         sums = add_values(sums, weights, values, value_strides, places, codebook, VALUE, IS_ASM)
-        top = new_top
     at = item * num_heads + head
-    _store_output(part_out + at * HEAD_DIM, is_head, sums, total, VALUE, IS_ASM)
-    tl.store(part_lse + at, _log_sum(top, total), mask=is_head)
+    _store_item(part_out + at * HEAD_DIM, part_lse + at, is_head, sums, top, total, VALUE, IS_ASM)
 
 
 @triton.jit
