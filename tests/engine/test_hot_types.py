@@ -125,8 +125,10 @@ def test_the_command_line_knows_every_type_and_auto_is_the_models() -> None:
     [
         (16, 16, "cpu", "f32, f16, bf16, q8_0 for either"),
         (80, 16, "cpu", "f32, f16, bf16 for either"),
-        (128, 24, "cuda", "a power of two of 16"),
-        (128, 8, "cuda", "a power of two of 16"),
+        (128, 24, "cuda", "a power of two from 16 to 256"),
+        (128, 8, "cuda", "a power of two from 16 to 256"),
+        (128, 512, "cuda", "a power of two from 16 to 256"),
+        (80, 16, "cuda", "a power of two from 16 to 256"),
     ],
 )
 def test_what_can_not_be_kept_is_refused_with_what_can(
@@ -161,7 +163,7 @@ print(len(bench.prefill(table, text(9), 8)))
 
 def test_what_can_be_kept_is_not_refused() -> None:
     types = HotTypes(TURBO4, TURBO4)
-    for device, block in (("cpu", 1), ("cpu", 24), ("cuda", 16), ("cuda", 64)):
+    for device, block in (("cpu", 1), ("cpu", 24), ("cuda", 16), ("cuda", 256)):
         sentence = why_unsupported(types, [64, 128], block, torch.bfloat16, torch.device(device))
         assert sentence is None
 

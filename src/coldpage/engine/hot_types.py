@@ -16,6 +16,10 @@ __all__ = ["AUTO_TYPE", "HotTypes", "choose_hot_types", "why_unsupported"]
 AUTO_TYPE: Final = "auto"
 # Of the CUDA kernels, which address tokens of a page by bits.
 _MIN_CUDA_BLOCK_TOKENS: Final = 16
+# What one KV head reads of a page is a tile of theirs, in two bytes a number or more. Compiled for
+# an H200, tiles of this size take up to 155 KB of its 227 KB of shared memory; larger ones do not
+# fit.
+_MAX_CUDA_TILE_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,17 @@ def why_unsupported(
     device: torch.device,
 ) -> str | None:
     """One sentence that says what is supported instead; None where these are. Pure."""
+    most_tokens = _most_cuda_block_tokens(types, head_dims)
     is_block_good = device.type != "cuda" or (
-        tokens_per_block >= _MIN_CUDA_BLOCK_TOKENS and tokens_per_block.bit_count() == 1
+        _MIN_CUDA_BLOCK_TOKENS <= tokens_per_block <= most_tokens
+        and tokens_per_block.bit_count() == 1
     )
     good = [t for t in KV_TYPES.values() if all(t.supports(n) for n in head_dims)]
     if is_block_good and types.key in good and types.value in good:
         return None
     heads = ", ".join(str(n) for n in sorted(set(head_dims)))
     blocks = (
-        f"a power of two of {_MIN_CUDA_BLOCK_TOKENS} tokens a block or more"
+        f"a power of two from {_MIN_CUDA_BLOCK_TOKENS} to {most_tokens} tokens a block"
         if device.type == "cuda"
         else "any number of tokens a block"
     )
@@ -79,3 +85,9 @@ def why_unsupported(
         f"of {heads} numbers in {str(dtype).removeprefix('torch.')} on {device.type}: supported "
         f"there are {', '.join(t.name for t in good)} for either, and {blocks}"
     )
+
+
+def _most_cuda_block_tokens(types: HotTypes, head_dims: Collection[int]) -> int:
+    number_bytes = max(2, types.key.value_dtype.itemsize, types.value.value_dtype.itemsize)
+    most = _MAX_CUDA_TILE_BYTES // (number_bytes * max(head_dims))
+    return 1 << most.bit_length() - 1
