@@ -97,11 +97,15 @@ def _inputs(case: Case, device: str) -> list[torch.Tensor]:
 
 
 def _assert_turbo4_near(pages: KVPages, expected: KVPages) -> None:
-    """Equal, but for numbers within rounding of two of the codebook's, and of norms."""
+    """Equal, but for numbers within rounding of two of the codebook's, and of norms: those of
+    parts with another number differ by what it adds to their length."""
     assert pages.scales is not None and expected.scales is not None
     assert (pages.values != expected.values).sum() <= pages.values.numel() / 1000
+    is_same = (pages.values == expected.values).all(-1)
     ulps = pages.scales.view(torch.int16).int() - expected.scales.view(torch.int16).int()
-    assert (ulps.abs() <= 1).all()
+    assert (ulps.abs()[is_same] <= 1).all()
+    ratios = pages.scales.float() / torch.where(is_same, 1.0, expected.scales.float())
+    assert ((ratios[~is_same] - 1).abs() <= 0.02).all()
     ones = torch.ones_like(pages.scales)
     numbers, others = (
         unpack(side.values.flatten(-2), ones, TURBO4, torch.float32) for side in (pages, expected)
