@@ -23,6 +23,13 @@ GROUP = LayerGroupId(0)
 SLOTS = np.array([2, 0], np.int32)
 
 
+def move(transfer: PageTransfer, direction: str) -> None:
+    if direction == "encode":
+        next(transfer.encode(GROUP, SLOTS))
+    else:
+        transfer.decode(GROUP, SLOTS, lambda start, stop, pages: pages.fill(1))
+
+
 @pytest.mark.parametrize("direction", ["encode", "decode"])
 def test_a_refused_call_leaves_nothing_running(
     direction: str, monkeypatch: pytest.MonkeyPatch
@@ -41,10 +48,7 @@ def test_a_refused_call_leaves_nothing_running(
 
         monkeypatch.setattr(codec, direction, refuse_after_a_part)
         with pytest.raises(SubmissionError):
-            if direction == "encode":
-                next(transfer.encode(GROUP, SLOTS))
-            else:
-                transfer.decode(GROUP, SLOTS, lambda start, stop, pages: pages.fill(1))
+            move(transfer, direction)
         assert transfer._stream.is_idle  # type: ignore[attr-defined]
         transfer.close()
     device.close()
