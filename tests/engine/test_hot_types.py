@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface
 
 from coldpage.engine.assembly import build_manager, with_hot_types
 from coldpage.engine.hot_types import HotTypes, choose_hot_types, why_unsupported
@@ -18,10 +16,9 @@ from coldpage.engine.model import manager_layers
 from coldpage.engine.runner import LogitsWanted, StepItem
 from coldpage.engine.settings import CACHE_TYPES
 from coldpage.errors import ConfigurationError
-from coldpage.kernels.kv_types import BF16, F16, F32, KV_TYPES, Q8_0, TURBO4, KVType
-from coldpage.kernels.packing import pack, unpack
-from coldpage.kernels.rotation import rotate_back
+from coldpage.kernels.kv_types import BF16, F16, F32, KV_TYPES, Q8_0, TURBO4
 from tests.engine.runner_bench import Bench, text
+from tests.engine.stored_attention import attention_of_stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -30,24 +27,10 @@ HEAD_DIM = 64  # the smallest that every type can hold
 PAIRS = [HotTypes(Q8_0, Q8_0), HotTypes(TURBO4, TURBO4), HotTypes(F16, TURBO4), HotTypes(Q8_0, F32)]
 
 
-def stored(x: torch.Tensor, kv_type: KVType) -> torch.Tensor:
-    """What is left of vectors that were stored."""
-    return rotate_back(unpack(*pack(x, kv_type), kv_type, x.dtype), kv_type)
-
-
 def own_logits(bench: Bench, types: HotTypes, tokens: np.ndarray) -> torch.Tensor:
     """transformers' own forward of the whole text, where attention sees what would be stored."""
-    plain = AttentionInterface._global_mapping["sdpa"]
-
-    def attend(module: Any, query: Any, key: Any, value: Any, *more: Any, **kwargs: Any) -> Any:
-        key, value = stored(key, types.key), stored(value, types.value)
-        return plain(module, query, key, value, *more, **kwargs)
-
-    AttentionInterface.register("sdpa", attend)
-    try:
+    with attention_of_stored(types):
         return bench.own_logits(tokens)
-    finally:
-        AttentionInterface.register("sdpa", plain)
 
 
 def check(ours: torch.Tensor | None, expected: torch.Tensor, exact: torch.Tensor) -> None:

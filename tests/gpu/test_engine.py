@@ -31,6 +31,7 @@ from coldpage.kernels.kv_types import F16, F32, Q8_0, TURBO4
 from tests.engine.attention_cases import bias_of, defined, sides
 from tests.engine.engine_peer import RunningEngine, generate
 from tests.engine.runner_bench import Bench, text
+from tests.engine.stored_attention import attention_of_stored
 
 pytestmark = pytest.mark.gpu
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -219,12 +220,18 @@ def test_every_type_says_what_the_cpu_says(gpu: torch.device, kind: str, types: 
             outputs += [out for out in bench.runner.forward(items) if out is not None]
         results.append(torch.cat(outputs))
     ours, theirs = results
-    difference = (ours - theirs).abs()
+    difference = ours - theirs
     if types.is_plain(SINGLE):
-        assert float(difference.max()) < 5e-4
-    else:  # a stored number on the border of two may be rounded to either
-        assert float(difference.mean()) < 0.01 * float(theirs.abs().mean())
-        assert float(difference.max()) < 0.2 * float(theirs.abs().max())
+        assert float(difference.abs().max()) < 5e-4
+        return
+    # A GPU multiplies packed numbers in half precision, and a stored number on the border of two
+    # may then be rounded to either. Roundings that share nothing would lie sqrt(2) times as far
+    # from each other as from what is exact.
+    own = [bench.own_logits(tokens) for tokens in texts]
+    rows = [logits[:n] for logits, n in zip(own, lengths, strict=True)]
+    rows += [own[i][n + step][None] for step in range(8) for i, n in enumerate(lengths)]
+    loss = theirs - torch.cat(rows)
+    assert float(difference.square().mean()) < 2 * float(loss.square().mean())
 
 
 def test_sinks_weigh_as_on_the_cpu(gpu: torch.device) -> None:
@@ -254,15 +261,11 @@ def large_model(gpu: torch.device) -> Any:
     return random_model(dataclasses.replace(EIGHT_BILLION, num_layers=2), gpu, HALF)
 
 
-@pytest.mark.parametrize(
-    ("types", "bound"),
-    [(("auto", "auto"), 3.0), (("q8_0", "q8_0"), 6.0), (("q8_0", "turbo4"), 40.0)],
-)
-def test_pages_of_the_manager_serve_a_large_model(
-    large_model: Any, types: tuple[str, str], bound: float
-) -> None:
-    """Chunks as long as cuDNN's, and histories of every kind. ``bound`` is in errors of the model's
-    own bfloat16."""
+@pytest.mark.parametrize("types", [("auto", "auto"), ("q8_0", "q8_0"), ("q8_0", "turbo4")])
+def test_pages_of_the_manager_serve_a_large_model(large_model: Any, types: tuple[str, str]) -> None:
+    """Chunks as long as cuDNN's, and histories of every kind. No position may be further from what
+    is exact than where the model's own attention sees what was stored: twice as far, since results
+    are rounded once each for history and new tokens, and once more where they are merged."""
     large_model = with_hot_types(large_model, *types, BLOCK)
     gpu, num_tokens = large_model.model.device, 3000
     own = copy.deepcopy(large_model.model)
@@ -286,10 +289,11 @@ def test_pages_of_the_manager_serve_a_large_model(
         ours = torch.cat(parts)
     ids = torch.from_numpy(tokens).long()[None].to(gpu)
     with torch.inference_mode():
-        theirs = own(input_ids=ids).logits[0].float().cpu()
-        exact = own.float()(input_ids=ids).logits[0].cpu()
-    error, own_error = (float((x - exact).abs().max()) for x in (ours, theirs))
-    assert error <= bound * own_error
+        with attention_of_stored(large_model.hot_types):
+            theirs = own(input_ids=ids).logits[0].float()
+        exact = own.float()(input_ids=ids).logits[0]
+        errors, own_errors = ((x - exact).square().mean(1) for x in (ours.to(gpu), theirs))
+    assert bool((errors <= 2**2 * own_errors).all()), float((errors / own_errors).max().sqrt())
 
 
 def answers(
