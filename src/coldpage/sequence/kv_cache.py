@@ -269,13 +269,18 @@ class KVCache:
         self._is_starved = is_hot and not self._fill_lacking(self._history_length)
         if not is_hot or self._is_starved:
             return False
-        events = self._storage.moves.outstanding(self._table.live_pages())
-        if self._stream is not None:
-            for event in events:
-                self._stream.wait(event)
-        self._is_ready = self._stream is not None or not events
+        self._is_ready = self._come_after(self._table.live_pages())
         self._num_fills_seen = num_fills
         return self._is_ready
+
+    def _come_after(self, pages: Int32Array) -> bool:
+        """Whether attention comes after all that is under way in the hot slots; a stream does."""
+        events = self._storage.moves.outstanding(pages)
+        if self._stream is None:
+            return not events
+        for event in events:
+            self._stream.wait(event)
+        return True
 
     def synchronize(self) -> None:
         """Block until ``is_ready``. Raises OutOfPagesError when that can not be: lost blocks need a
@@ -389,7 +394,7 @@ class KVCache:
                 return False
             self._table.append(pages.reshape(-1, num_new))
             self._writable_from = min(self._writable_from, old)
-            self._is_ready = False
+            self._is_ready = self._is_ready and self._come_after(pages)
         self._capacity = max(capacity, self._capacity)
         return True
 
@@ -465,8 +470,7 @@ class KVCache:
         Each block that becomes full can be reused by other sequences from now on.
         """
         self._check_status(KVCacheStatus.ACTIVE, "commit")
-        new = np.asarray(tokens, np.int32).ravel()
-        start, stop = self._num_committed, self._num_committed + new.size
+        start, stop = self._num_committed, self._num_committed + len(tokens)
         if stop > self._capacity:
             raise UsageError(
                 f"commit up to {stop} with a capacity of {self._capacity}: resize first"
@@ -475,7 +479,7 @@ class KVCache:
             grown = np.zeros(max(stop, 2 * self._tokens.size, 64), np.int32)
             grown[:start] = self._tokens[:start]
             self._tokens = grown
-        self._tokens[start:stop] = new
+        self._tokens[start:stop] = tokens
         self._num_committed = stop
         self._history_length = max(self._history_length, stop)
         per_block = self._context.tokens_per_block
