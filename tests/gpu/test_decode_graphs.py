@@ -134,3 +134,11 @@ def test_a_model_that_can_not_be_captured_decodes_without(gpu: torch.device) -> 
     # One that was made later is, so the failure left nothing behind.
     assert plain.runner.counters == {"graph_decode_steps": len(BATCHES)}
     torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU at most")
+def test_a_model_on_another_gpu_than_the_current_one(gpu: torch.device) -> None:
+    here, there = (Bench("llama", device=torch.device("cuda", i), **SIZES) for i in range(2))
+    for one, other in zip(decoded(here, BATCHES), decoded(there, BATCHES), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
+    assert there.runner.counters == {"graph_decode_steps": len(BATCHES)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,12 @@ class PagedModel:
         for plan, group in zip(plans, self.groups, strict=True):
             for layer in group.layers:
                 layer.plan = plan
+        is_on_gpu = self.device.type == "cuda"
+        # Kernels are launched on the current device, wherever their tensors are.
+        place = torch.cuda.device(self.device) if is_on_gpu else contextlib.nullcontext()
         token = CURRENT_CACHE.set(self._cache)
         try:
-            with torch.inference_mode():
+            with place, torch.inference_mode():
                 logits: torch.Tensor = self._model(
                     input_ids=token_ids,
                     position_ids=positions,
