@@ -1,0 +1,109 @@
+"""How the work of a decoding step is cut: whatever the batch, each visible block once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coldpage.kernels.decode_plan import plan_decode
+from coldpage.types import Int32Array
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a plan is made for."""
+
+    num_tokens: tuple[int, ...]
+    tokens_per_block: int
+    num_kv_heads: int
+    num_programs: int
+    window: int | None
+    num_sink_tokens: int
+
+    def plan(self, num_tokens: tuple[int, ...] | None = None) -> tuple[Int32Array, Int32Array]:
+        settings: dict[str, Any] = {
+            "tokens_per_block": self.tokens_per_block,
+            "num_kv_heads": self.num_kv_heads,
+            "num_programs": self.num_programs,
+            "window": self.window,
+            "num_sink_tokens": self.num_sink_tokens,
+        }
+        lengths = self.num_tokens if num_tokens is None else num_tokens
+        return plan_decode(np.array(lengths, np.int32), **settings)
+
+    def visible_blocks(self, length: int) -> list[int]:
+        """Of a row, position by position."""
+        position = np.arange(length)
+        is_visible = position >= (0 if self.window is None else length - self.window)
+        is_visible |= position < self.num_sink_tokens
+        return [int(block) for block in np.unique(position[is_visible] // self.tokens_per_block)]
+
+
+SHORT = st.integers(0, 100)
+LENGTHS = st.lists(SHORT | st.integers(0, 20_000), max_size=24)
+STEPS = st.builds(
+    Step,
+    LENGTHS.map(tuple),
+    st.sampled_from([1, 16, 32]),
+    st.integers(1, 16),
+    st.integers(1, 2_000),
+    st.none() | st.integers(1, 5_000),
+    st.integers(0, 100),
+)
+
+
+@given(STEPS)
+def test_items_are_each_visible_block_once_in_order(step: Step) -> None:
+    items, first_items = step.plan()
+    assert items.dtype == first_items.dtype == np.int32 and (items[:, 3] == 0).all()
+    assert first_items.shape == (len(step.num_tokens) + 1,) and first_items[0] == 0
+    for row, length in enumerate(step.num_tokens):
+        own = items[first_items[row] : first_items[row + 1]]
+        assert (own[:, 0] == row).all() and (own[:, 1] < own[:, 2]).all()
+        blocks = [block for _, first, stop, _ in own for block in range(first, stop)]
+        assert blocks == step.visible_blocks(length)
+    assert first_items[-1] <= len(items) and (items[first_items[-1] :, 0] < 0).all()
+
+
+@given(STEPS, st.data())
+def test_the_number_of_items_does_not_depend_on_lengths(step: Step, data: st.DataObject) -> None:
+    batch = len(step.num_tokens)
+    others = data.draw(st.lists(st.integers(0, 200_000), min_size=batch, max_size=batch))
+    assert step.plan()[0].shape == step.plan(tuple(others))[0].shape
+
+
+@given(STEPS)
+def test_no_item_is_much_larger_than_an_even_share(step: Step) -> None:
+    items, first_items = step.plan()
+    used = items[: first_items[-1]]
+    sizes = used[:, 2] - used[:, 1]
+    num_at_a_time = max(1, step.num_programs // step.num_kv_heads)
+    # Every row is one run of blocks, or two: its sinks and its window.
+    num_runs = len(step.num_tokens) * (1 if step.window is None else 2)
+    # A plan with items of an even share, or of the 8 blocks below which nothing is cut, always fits
+    # and ends after no more than what is below, if an item costs what 8 blocks do; any other is
+    # taken only if it ends before.
+    share = max(8, -(-int(sizes.sum()) // num_at_a_time))
+    assert sizes.max(initial=0) <= 1.5 * share + 8 * num_runs / num_at_a_time
+
+
+@given(STEPS)
+def test_equal_steps_have_equal_plans(step: Step) -> None:
+    for first, second in zip(step.plan(), step.plan(), strict=True):
+        assert np.array_equal(first, second)
+
+
+def test_one_long_sequence_is_for_all_programs() -> None:
+    items, first_items = Step((64_000,), 16, 8, 528, None, 0).plan()
+    assert first_items[1] == 528 // 8
+    sizes = items[: first_items[1], 2] - items[: first_items[1], 1]
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_short_sequences_are_not_cut() -> None:
+    step = Step((1, 16, 100, 0, 128), 16, 8, 528, None, 0)
+    assert step.plan()[1].tolist() == [0, 1, 2, 3, 3, 4]
