@@ -20,7 +20,7 @@ from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeRe
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVPages, KVType, page_views
 from coldpage.kernels.packing import pack
 from coldpage.kernels.rotation import rotate
-from tests.kernels.pools import DEVICES
+from tests.kernels.pools import DEVICES, Shape, huge_pages
 
 # Largest relative error of the output, and absolute of the log-sum-exp, by what is multiplied. The
 # interpreter cuts bfloat16 off where a GPU rounds.
@@ -52,7 +52,8 @@ class Case:
 
 
 class Problem:
-    """Pages at random places of a pool that holds NaN or noise elsewhere, and a batch on them."""
+    """Pages at random places of a pool that holds NaN or noise elsewhere, also behind the newest
+    token, and a batch on them."""
 
     def __init__(self, case: Case, device: str, *, cuts: int | None = None) -> None:
         self.case = case
@@ -69,11 +70,12 @@ class Problem:
             self._pages(kv_type, num_slots, device, is_value=is_value)
             for kv_type, is_value in ((case.key_type, False), (case.value_type, True))
         )
-        query = self._normal(batch, case.kv_heads * case.group, case.head_dim)
+        query = self.normal(batch, case.kv_heads * case.group, case.head_dim)
         self.query = rotate(query, case.key_type).to(case.dtype).to(device)
         self.cuts = cuts
 
-    def _normal(self, *shape: int) -> torch.Tensor:
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Numbers that differ from call to call, and are the same in each test."""
         return torch.randn(*shape, generator=self.generator)
 
     def _pages(self, kv_type: KVType, num_slots: int, device: str, *, is_value: bool) -> KVPages:
@@ -89,12 +91,14 @@ class Problem:
             case.head_dim,
             is_value=is_value,
         )
-        used = self.tables[self.tables >= 0].long()
-        shape = (len(used), case.tokens_per_block, case.kv_heads, case.head_dim)
-        values, scales = pack(self._normal(*shape), kv_type)
-        pages.values[used.to(device)] = values.view(-1, *pages.values.shape[1:]).to(device)
+        position = torch.arange(self.max_blocks * case.tokens_per_block)
+        rows, positions = (position < torch.tensor(case.lengths)[:, None]).nonzero(as_tuple=True)
+        slots = self.tables[rows, positions // case.tokens_per_block].long().to(device)
+        offsets = (positions % case.tokens_per_block).to(device)
+        values, scales = pack(self.normal(len(rows), case.kv_heads, case.head_dim), kv_type)
+        pages.values[slots, offsets] = values.view(-1, *pages.values.shape[2:]).to(device)
         if scales is not None and pages.scales is not None:
-            pages.scales[used.to(device)] = scales.to(device)
+            pages.scales[slots, offsets] = scales.to(device)
         return pages
 
     def batch(self) -> DecodeBatch:
@@ -114,7 +118,7 @@ class Problem:
                 for row, n in enumerate(case.lengths)
                 for first in range(0, -(-n // case.tokens_per_block), self.cuts)
             ]
-            items = np.array([*rows, (-1, 0, 0, 0)], np.int32)
+            items = np.array([*rows, (-1, 0, 9, 0)], np.int32)
             first_items = np.searchsorted(items[:-1, 0], np.arange(len(lengths) + 1))
         arrays = (lengths, items, first_items.astype(np.int32))
         return DecodeBatch(
@@ -289,9 +293,34 @@ def test_rows_without_a_query_give_nothing(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_how_work_is_cut_does_not_change_the_result(device: str) -> None:
     case = Case(F32, F32, 64, kv_heads=1, lengths=(280, 3))
-    outs = [Problem(case, device, cuts=cuts).run(decode_attention).out for cuts in (1, 5, 30)]
+    outs = []
+    for cuts in (1, 5, 30):
+        problem = Problem(case, device, cuts=cuts)
+        # The last of more items than are merged at a time has the largest scores.
+        problem.keys.values[problem.tables[0, 17].long(), :8] *= 4.0
+        outs.append(problem.run(decode_attention).out)
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_type", [BF16, Q8_0, TURBO4], ids=lambda t: t.name)
+def test_pages_may_be_further_apart_than_32_bits_count(device: str, kv_type: KVType) -> None:
+    problem = Problem(Case(kv_type, kv_type, 64, kv_heads=1, lengths=(48,)), device)
+    problem.tables[0, :3] = torch.tensor([2, -1, 0])
+    shape = Shape(64, 16, 1, 48)
+    for is_value in (False, True):
+        pages = huge_pages(kv_type, shape, device, is_value=is_value)
+        for slot in (0, 2):
+            values, scales = pack(problem.normal(16, 1, 64), kv_type)
+            pages.values[slot] = values.view(pages.values.shape[1:]).to(device)
+            if scales is not None and pages.scales is not None:
+                pages.scales[slot] = scales.to(device)
+        if is_value:
+            problem.values = pages
+        else:
+            problem.keys = pages
+    problem.check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
