@@ -90,7 +90,7 @@ def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
     if IS_TURBO4.value in kinds:
         return _Tuning(32, 1, 3, True, 12)
     if IS_Q8_0.value in kinds:
-        return _Tuning(64, 2, 3, True, 4, 128)
+        return _Tuning(64, 2, 3, True, 5, 128)
     vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
     if vector_bytes <= 128:
         return _Tuning(64, 2, 3, False, 4)
