@@ -209,6 +209,9 @@ class LevelPools:
         self, life_cycles: npt.NDArray[np.int16], items: npt.NDArray[_Item]
     ) -> Iterator[tuple[PoolGroup, npt.NDArray[_Item]]]:
         """``items``, whose life cycles are given, by pool group; the order within one is kept."""
+        if len(self.groups) == 1 and items.size:
+            yield self.groups[0], items
+            return
         for index, members in split_by(self._index_of[life_cycles], items):
             yield self.groups[index], members
 

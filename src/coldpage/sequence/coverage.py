@@ -27,7 +27,10 @@ class Coverage:
 
     def lacking(self, history_length: int) -> _Entries:
         """Entries that should have a page at that history and have none."""
-        lacking: _Entries = (self._table.pages == NO_PAGE) & ~self._table.is_hole
+        lacking: _Entries = self._table.pages == NO_PAGE
+        if not lacking.any():  # asked for each block that a sequence grows by
+            return lacking
+        lacking &= ~self._table.is_hole
         for layer_group, group in enumerate(self._context.layer_groups):
             stale = group.stale_blocks(history_length, self._context.tokens_per_block)
             lacking[layer_group, stale.start : stale.stop] = False
@@ -64,8 +67,9 @@ class Coverage:
         recomputes there is not what their tokens say.
         """
         table, is_hole = self._context.storage.table, self._table.is_hole.any(axis=0)
-        first = int(is_hole.argmax()) if is_hole.any() else is_hole.size
-        entries = self._table.pages[:, first:]
+        if not is_hole.any():
+            return np.zeros(0, np.int32)
+        entries = self._table.pages[:, int(is_hole.argmax()) :]
         is_shared = (table.num_refs[entries] > 1) | (table.node[entries] != 0)
         is_left = table.is_missing[entries] & is_shared
         left: Int32Array = entries[is_left]

@@ -388,8 +388,8 @@ class KVCache:
         num_new = -(-capacity // self._context.tokens_per_block) - old
         if num_new > 0:
             num_groups = len(self._context.layer_groups)
-            blocks = np.tile(np.arange(old, old + num_new, dtype=np.int32), num_groups)
-            pages = self._create_pages(np.repeat(np.arange(num_groups), num_new), blocks)
+            blocks = np.concatenate([np.arange(old, old + num_new, dtype=np.int32)] * num_groups)
+            pages = self._create_pages(np.arange(num_groups).repeat(num_new), blocks)
             if pages is None:
                 return False
             self._table.append(pages.reshape(-1, num_new))
