@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,9 @@ def test_decode_steps_are_beside_what_they_read(tmp_path: Path) -> None:
         assert notes["read_bytes"] == 2 * num_weights + batch * 63.5 * 384
         limit_ms = notes["read_bytes"] / 1e6 / notes["copy_gb_per_s"]
         assert row["rival_median_ms"] == pytest.approx(limit_ms, rel=0.02)
+        way = row["rival"].removeprefix("reading weights and cache at the speed of ")
+        assert way in ("one copy", "8 copies", "a kernel")
+        assert f"({way});" in " ".join(printed.split())
         assert notes["tokens_per_s"] == pytest.approx(1e3 * batch / row["median_ms"], rel=0.01)
         assert "host_ms" not in notes  # there the host computes too
     line = next(line for line in printed.splitlines() if line.startswith(" 3 x 64 tokens"))
@@ -294,12 +298,45 @@ def test_decode_steps_are_beside_what_they_read(tmp_path: Path) -> None:
 def test_decode_takes_packed_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from coldpage.bench import decode
 
-    monkeypatch.setattr(decode, "_copy", lambda place: SimpleNamespace(ms=lambda: 10.0))
+    timed = SimpleNamespace(ms=lambda: 10.0)
+    monkeypatch.setattr(decode, "_copy", lambda place: SimpleNamespace(name="it", timed=timed))
     flags = ("--model", "smollm2", "--tokens", "16", "--batches", "1", "--cache-type-v", "q8_0")
     _, (row,) = run(tmp_path, "decode", *flags)
     assert row["config"] == "SmolLM2-135M, 1 x 16 tokens, K bf16, V q8_0"
     # The copy of 64 MiB reads as much as it writes.
     assert row["rival_ms"] == 2 * [pytest.approx(row["notes"]["read_bytes"] / (128 << 20) * 10.0)]
+
+
+def test_the_limit_of_decode_steps_is_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from coldpage.bench import decode
+
+    ways = {"slow": lambda: time.sleep(0.02), "quick": lambda: time.sleep(0.001), "no": raise_error}
+    monkeypatch.setattr(decode, "_copies", lambda source, target: ways)
+    name, timed = decode._copy(torch.device("cpu"))
+    assert name == "quick"
+    assert 1.0 <= timed.ms() < 20.0
+
+
+def raise_error() -> None:
+    raise RuntimeError("not on this device")
+
+
+def test_each_copy_of_the_limit_reads_and_writes_all() -> None:
+    import torch
+
+    from coldpage.bench import decode
+
+    source = torch.randint(256, (4096,), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    ways = decode._copies(source, target)
+    assert list(ways) == ["one copy", "8 copies", "a kernel"]
+    for name, copy in ways.items():
+        target.copy_(source ^ 85)
+        copy()
+        expected = ~source if name == "a kernel" else source
+        assert torch.equal(target, expected), name
 
 
 def test_decode_steps_without_numbers_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
