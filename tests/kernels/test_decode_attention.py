@@ -307,7 +307,7 @@ def test_how_work_is_cut_does_not_change_the_result(device: str) -> None:
 @pytest.mark.parametrize("kv_type", [BF16, Q8_0, TURBO4], ids=lambda t: t.name)
 def test_pages_may_be_further_apart_than_32_bits_count(device: str, kv_type: KVType) -> None:
     problem = Problem(Case(kv_type, kv_type, 64, kv_heads=1, lengths=(48,)), device)
-    problem.tables[0, :3] = torch.tensor([2, -1, 0])
+    problem.tables[0, :3] = torch.tensor([2, -(2**31), 0])
     shape = Shape(64, 16, 1, 48)
     for is_value in (False, True):
         pages = huge_pages(kv_type, shape, device, is_value=is_value)
