@@ -14,7 +14,7 @@ from tests.property import mix
 from tests.property.mix import SETUPS, Report, Task, run, tasks_of, walk
 
 SEED = 1
-NUM_OPERATIONS = 28_000
+NUM_OPERATIONS = 32_000
 OPERATIONS_A_WALK = 1_000
 NUM_FUZZ_OPERATIONS = int(os.environ.get("COLDPAGE_FUZZ_OPS", "1000000"))
 FUZZ_SEED = int(os.environ.get("COLDPAGE_FUZZ_SEED", "20261130"))
