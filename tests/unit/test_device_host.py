@@ -319,6 +319,7 @@ def test_reads_that_hang_hold_up_no_writes() -> None:
     gate.set()
     mixed = io.submit([IoJob(hang, writes=fills), IoJob(bool), IoJob(lambda: True, writes=fills)])
     mixed.synchronize()
+    hanging.synchronize()
     assert mixed.ok.tolist() == [True, False, True], "by job, whichever thread ran it"
     assert hanging.ok.all()
     io.close()
