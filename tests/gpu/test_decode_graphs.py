@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.placement import compute_exactly
 from coldpage.engine.runner import LogitsWanted, StepItem
 from coldpage.kernels.kv_types import Q8_0, TURBO4
 from tests.engine.runner_bench import Bench, text
@@ -17,21 +16,6 @@ pytestmark = pytest.mark.gpu
 HALF, SINGLE = torch.bfloat16, torch.float32
 BLOCK = 16
 SIZES: dict[str, Any] = {"tokens_per_block": BLOCK, "head_dim": 16}
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    """The first GPU, computing exactly."""
-    device = torch.device("cuda", 0)
-    compute_exactly(device)
-    return device
-
-
-@pytest.fixture(params=["llama", "qwen2", "gemma3"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Each family of tiny model; the last one has sliding windows."""
-    value: str = request.param
-    return value
 
 
 def decoded(bench: Bench, batches: list[list[int]]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from coldpage.engine.conversations import make_conversations, play, serve_tokens
 from coldpage.engine.dense_attention import dense_attention, plain_attention
 from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.messages import EngineSettings, Finished, Loading
-from coldpage.engine.placement import compute_exactly, page_device
+from coldpage.engine.placement import page_device
 from coldpage.engine.random_model import EIGHT_BILLION, SMALL, random_model, write_random_model
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.engine.scheduler import Scheduler
@@ -37,21 +37,6 @@ pytestmark = pytest.mark.gpu
 HALF, SINGLE = torch.bfloat16, torch.float32
 BLOCK = 16
 SIZES: dict[str, Any] = {"tokens_per_block": BLOCK, "head_dim": 16}
-
-
-@pytest.fixture
-def gpu() -> torch.device:
-    """The first GPU, computing exactly."""
-    device = torch.device("cuda", 0)
-    compute_exactly(device)
-    return device
-
-
-@pytest.fixture(params=["llama", "qwen2", "gemma3"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Each family of tiny model; the last one has sliding windows."""
-    value: str = request.param
-    return value
 
 
 # Attention
