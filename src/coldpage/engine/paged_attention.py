@@ -7,6 +7,7 @@ were computed together. *Stored space* is where such vectors lie: rotated, for t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,9 +57,7 @@ class Scratch:
 
     def take(self, *shape: int) -> torch.Tensor:
         """A contiguous tensor of this shape, valid until the next call."""
-        wanted = 1
-        for size in shape:
-            wanted *= size
+        wanted = math.prod(shape)
         if self._buffer.shape[0] < wanted:
             self._buffer = self._buffer.new_empty(wanted)
         return self._buffer[:wanted].view(shape)
