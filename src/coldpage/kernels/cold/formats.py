@@ -8,16 +8,16 @@ said otherwise; then zeros up to a multiple of 16 bytes.
 |---|---|---|---|
 | int8 | int8 a number | scale [kv_heads, tokens] | code x scale |
 | fp8 | e4m3 a number | scale [kv_heads, tokens] | code x scale |
-| int4_token | 4 bits, 0 to 15 | scale and minimum [kv_heads, tokens, groups, 2] | minimum + code x scale |
-| int4_channel | 4 bits, 0 to 15 | scale and minimum [kv_heads, groups, head_dim, 2] | the same |
+| int4_token | 4 bits, 0 to 15 | scale, minimum [kv_heads, tokens, groups, 2] | minimum + code x scale |
+| int4_channel | 4 bits, 0 to 15 | scale, minimum [kv_heads, groups, head_dim, 2] | the same |
 | turbo4 | 4 bits | norm [kv_heads, tokens, groups] | norm x codebook, rotated back |
 | turbo3 | 3 bits | norm [kv_heads, tokens, groups] | the same |
 | int4_block | 4 bits, 8 + (-7 to 7) | one f32 scale | (code - 8) x scale |
 
 4 bits: byte ``i`` of a vector's ``head_dim / 2`` has number ``i`` in its low half and number
-``i + head_dim / 2`` in its high half. 3 bits: byte ``i`` of the first ``head_dim / 4`` has the low
-two bits of the numbers ``i + j * head_dim / 4`` at bit ``2 * j``; byte ``i`` of the ``head_dim / 8``
-behind them has the high bit of the numbers ``i + j * head_dim / 8`` at bit ``j``.
+``i + head_dim / 2`` in its high half. 3 bits: byte ``i`` of the first ``head_dim / 4`` has the
+lower two bits of the numbers ``i + j * head_dim / 4`` at bit ``2 * j``; byte ``i`` of the
+``head_dim / 8`` behind them has the high bit of the numbers ``i + j * head_dim / 8`` at bit ``j``.
 
 Groups: of int4_token at most 64 numbers of a vector that follow each other, of int4_channel at most
 64 tokens of the block, of turbo at most 128 numbers of a vector. A rotated number's code is its
@@ -109,7 +109,7 @@ class ColdFormat(enum.Enum):
 
     def refusal(self, shape: KVShape) -> str | None:
         """Why vectors of this shape can not be packed so; None where they can."""
-        heads, tokens, head_dim, _ = shape
+        _, tokens, head_dim, _ = shape
         group = self.group(shape)
         if head_dim % 8:
             return f"heads of {head_dim} numbers are no multiple of 8"
