@@ -8,8 +8,8 @@ said otherwise; then zeros up to a multiple of 16 bytes.
 |---|---|---|---|
 | int8 | int8 a number | scale [kv_heads, tokens] | code x scale |
 | fp8 | e4m3 a number | scale [kv_heads, tokens] | code x scale |
-| int4_token | 4 bits, 0 to 15 | scale, minimum [kv_heads, tokens, groups, 2] | minimum + code x scale |
-| int4_channel | 4 bits, 0 to 15 | scale, minimum [kv_heads, groups, head_dim, 2] | the same |
+| int4_token | 4 bits: 0-15 | scale, minimum [kv_heads, tokens, groups, 2] | code x scale + min |
+| int4_channel | 4 bits: 0-15 | scale, minimum [kv_heads, groups, head_dim, 2] | the same |
 | turbo4 | 4 bits | norm [kv_heads, tokens, groups] | norm x codebook, rotated back |
 | turbo3 | 3 bits | norm [kv_heads, tokens, groups] | the same |
 | int4_block | 4 bits, 8 + (-7 to 7) | one f32 scale | (code - 8) x scale |
