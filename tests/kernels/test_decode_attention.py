@@ -104,7 +104,7 @@ class Problem:
     def batch(self) -> DecodeBatch:
         case, device, sides = self.case, self.query.device, (self.keys, self.values)
         lengths = np.array(case.lengths, np.int32)
-        items, first_items = plan_decode(
+        items, first_items, shares = plan_decode(
             lengths,
             tokens_per_block=case.tokens_per_block,
             num_kv_heads=case.kv_heads,
@@ -120,7 +120,9 @@ class Problem:
             ]
             items = np.array([*rows, (-1, 0, 9, 0)], np.int32)
             first_items = np.searchsorted(items[:-1, 0], np.arange(len(lengths) + 1))
-        arrays = (lengths, items, first_items.astype(np.int32))
+            # Of two items each, and one that has none.
+            shares = np.append(np.arange(0, len(rows), 2), (len(rows), len(rows))).astype(np.int32)
+        arrays = (lengths, items, first_items.astype(np.int32), shares)
         return DecodeBatch(
             self.tables.to(device), *(torch.from_numpy(array).to(device) for array in arrays)
         )

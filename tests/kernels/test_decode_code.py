@@ -46,7 +46,7 @@ def attend(key, value, head_dim=128, block=16, kv_heads=8, group=4, options=None
         pages(KV_TYPES[name], is_value, kv_heads, head_dim, block)
         for name, is_value in ((key, False), (value, True))
     )
-    sizes = (4, 16), (4,), (64, 4), (5,)
+    sizes = (4, 16), (4,), (64, 4), (5,), (65,)
     batch = DecodeBatch(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
     query = torch.zeros(4, kv_heads * group, head_dim, dtype=torch.bfloat16)
     options = options or AttentionOptions(head_dim**-0.5)

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldpage.kernels.decode_plan import plan_decode
-from coldpage.types import Int32Array
+from coldpage.kernels.decode_plan import DecodeParts, plan_decode
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Step:
     window: int | None
     num_sink_tokens: int
 
-    def plan(self, num_tokens: tuple[int, ...] | None = None) -> tuple[Int32Array, Int32Array]:
+    def plan(self, num_tokens: tuple[int, ...] | None = None) -> DecodeParts:
         settings: dict[str, Any] = {
             "tokens_per_block": self.tokens_per_block,
             "num_kv_heads": self.num_kv_heads,
@@ -58,7 +57,7 @@ STEPS = st.builds(
 
 @given(STEPS)
 def test_items_are_each_visible_block_once_in_order(step: Step) -> None:
-    items, first_items = step.plan()
+    items, first_items, _ = step.plan()
     assert items.dtype == first_items.dtype == np.int32 and (items[:, 3] == 0).all()
     assert first_items.shape == (len(step.num_tokens) + 1,) and first_items[0] == 0
     for row, length in enumerate(step.num_tokens):
@@ -70,25 +69,32 @@ def test_items_are_each_visible_block_once_in_order(step: Step) -> None:
 
 
 @given(STEPS, st.data())
-def test_the_number_of_items_does_not_depend_on_lengths(step: Step, data: st.DataObject) -> None:
+def test_sizes_of_a_plan_do_not_depend_on_lengths(step: Step, data: st.DataObject) -> None:
     batch = len(step.num_tokens)
     others = data.draw(st.lists(st.integers(0, 200_000), min_size=batch, max_size=batch))
-    assert step.plan()[0].shape == step.plan(tuple(others))[0].shape
+    shapes = ([part.shape for part in step.plan(lengths)] for lengths in (None, tuple(others)))
+    assert next(shapes) == next(shapes)
 
 
 @given(STEPS)
-def test_no_item_is_much_larger_than_an_even_share(step: Step) -> None:
-    items, first_items = step.plan()
+def test_every_item_has_one_share(step: Step) -> None:
+    _, first_items, shares = step.plan()
+    assert shares.dtype == np.int32 and shares[0] == 0
+    assert (np.diff(shares) >= 0).all() and shares[-1] == first_items[-1]
+
+
+@given(STEPS)
+def test_shares_are_even(step: Step) -> None:
+    items, first_items, shares = step.plan()
     used = items[: first_items[-1]]
     sizes = used[:, 2] - used[:, 1]
+    # An item costs what eight blocks do. What is below is not cut, nor cut off.
+    crumb = 8
+    costs = np.append(0, np.cumsum(sizes + crumb))
+    of_shares = np.diff(costs[shares])
     num_at_a_time = max(1, step.num_programs // step.num_kv_heads)
-    # Every row is one run of blocks, or two: its sinks and its window.
-    num_runs = len(step.num_tokens) * (1 if step.window is None else 2)
-    # A plan with items of an even share, or of the 8 blocks below which nothing is cut, always fits
-    # and ends after no more than what is below, if an item costs what 8 blocks do; any other is
-    # taken only if it ends before.
-    share = max(8, -(-int(sizes.sum()) // num_at_a_time))
-    assert sizes.max(initial=0) <= 1.5 * share + 8 * num_runs / num_at_a_time
+    even = -(-int(costs[-1]) // num_at_a_time)
+    assert of_shares.max(initial=0) <= max(even, 3 * crumb) + 3 * crumb
 
 
 @given(STEPS)
@@ -98,12 +104,21 @@ def test_equal_steps_have_equal_plans(step: Step) -> None:
 
 
 def test_one_long_sequence_is_for_all_programs() -> None:
-    items, first_items = Step((64_000,), 16, 8, 528, None, 0).plan()
+    items, first_items, shares = Step((64_000,), 16, 8, 528, None, 0).plan()
     assert first_items[1] == 528 // 8
+    assert np.array_equal(shares, np.minimum(np.arange(len(shares)), 528 // 8))
     sizes = items[: first_items[1], 2] - items[: first_items[1], 1]
-    assert sizes.max() - sizes.min() <= 1
+    # The first item of a row costs its start, as do all others.
+    assert sizes[1:].max() - sizes[1:].min() <= 1 and sizes.max() - sizes.min() <= 9
 
 
 def test_short_sequences_are_not_cut() -> None:
     step = Step((1, 16, 100, 0, 128), 16, 8, 528, None, 0)
-    assert step.plan()[1].tolist() == [0, 1, 2, 3, 3, 4]
+    assert step.plan().first_items.tolist() == [0, 1, 2, 3, 3, 4]
+    assert step.plan().shares.tolist()[:5] == [0, 1, 2, 3, 4]
+
+
+def test_much_work_comes_in_waves() -> None:
+    _, _, shares = Step((8_192,) * 64, 16, 8, 528, None, 0).plan()
+    num_shares = int(np.count_nonzero(np.diff(shares)))
+    assert num_shares == 528 // 8 * 3

@@ -45,6 +45,7 @@ class _GroupInputs(NamedTuple):
     write_slots: torch.Tensor
     items: torch.Tensor
     first_items: torch.Tensor
+    shares: torch.Tensor
 
 
 class _Changes(NamedTuple):
@@ -170,5 +171,5 @@ def _no_changes(num: int) -> _Changes:
 
 
 def _plan_of(inputs: _Inputs, own: _GroupInputs, table: torch.Tensor) -> GroupPlan:
-    batch = DecodeBatch(table, inputs.num_tokens, own.items, own.first_items)
+    batch = DecodeBatch(table, inputs.num_tokens, own.items, own.first_items, own.shares)
     return GroupPlan(Write(own.write_slots, inputs.write_offsets, None), None, batch, ())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,29 +18,21 @@ from coldpage.engine.step_plan import (
     write_places,
 )
 from coldpage.kernels.decode_attention import decode_programs
-from coldpage.kernels.decode_plan import DecodeBatch, plan_decode
+from coldpage.kernels.decode_plan import DecodeBatch, DecodeParts, plan_decode
 from coldpage.types import Int32Array
 
-__all__ = ["DecodeParts", "plan_kernel_group", "plan_parts"]
-
-
-class DecodeParts(NamedTuple):
-    """How the contexts of a batch are cut into parts that programs attend to. See DecodeBatch."""
-
-    items: Int32Array  # [num_items, 4]; how many follows from the batch alone
-    first_items: Int32Array  # [batch + 1]
+__all__ = ["plan_kernel_group", "plan_parts"]
 
 
 def plan_parts(pages: LayerPages, num_tokens: Int32Array) -> DecodeParts:
     """Pure. ``num_tokens`` [batch] are visible in each row, with the new one; 0: no row there."""
-    items, first_items = plan_decode(
+    return plan_decode(
         num_tokens,
         tokens_per_block=pages.keys.tokens_per_block,
         num_kv_heads=pages.keys.num_kv_heads,
         num_programs=decode_programs(pages.keys, pages.values),
         window=pages.window,
     )
-    return DecodeParts(items, first_items)
 
 
 def plan_kernel_group(pages: LayerPages, items: list[ItemSpan], dtype: torch.dtype) -> GroupPlan:

@@ -4,9 +4,11 @@
     keys    KVPages: values [num_slots, tokens_per_block, kv_heads, parts, part_values] and scales
     tables  [batch, max_blocks] int32: the slot of each block, negative where there is no page
     items   [num_items, 4] int32: a row of the batch and some of its blocks
+    shares  [num_shares + 1] int32: the first item of each program
 
-One program computes one item for one KV head: all its query heads share one read of K and V. What
-it makes, a normalised output and its log-sum-exp, is merged for each row by a second kernel. A
+One program computes the items of a share for one KV head: all its query heads share one read of K
+and V. What each item gives, a normalised output and its log-sum-exp, is merged for each row by a
+second kernel. A
 position without a page, outside the window or beyond the end has no weight at all.
 """
 
@@ -174,12 +176,12 @@ def _attend_items(
     block_lse = lse.new_empty(num_rows, table_row, num_heads) if want_mass else lse
     has_window, has_softcap = options.window is not None, options.softcap is not None
     log2_e, softcap = LOG2_E.value, options.softcap or 1.0
-    attend_items[(kv_heads, num_items)](
+    attend_items[(kv_heads, batch.shares.shape[0] - 1)](
         (query, query.stride(0), query.stride(1)),
         *_side(keys),
         *_side(values),
         codebook(query.device),
-        (batch.tables, table_row, batch.num_tokens, batch.items),
+        (batch.tables, table_row, batch.num_tokens, batch.items, batch.shares),
         (out, lse, block_lse),
         (options.scale * log2_e, softcap * log2_e, options.window or 0, options.num_sink_tokens),
         KEY=_parts_of(keys, is_key=True),

@@ -131,10 +131,11 @@ def attend_items(
     FLAGS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program attends to one item for one KV head. ``query``: a pointer, strides of rows and
-    heads. ``keys``, ``values``: stored values and scales; ``KEY``, ``VALUE``: a ``_Parts``.
-    ``settings``: scale, soft cap (both in base 2), window, sinks. ``outputs``: ``_ItemResults``."""
-    tables, table_row, num_tokens, items = batch
+    """One program attends to the items of one share for one KV head. ``query``: a pointer, strides
+    of rows and heads. ``keys``, ``values``: stored values and scales; ``KEY``, ``VALUE``: their
+    ``_Parts``. ``settings``: scale, soft cap (both in base 2), window, sinks. ``outputs``:
+    ``_ItemResults``."""
+    tables, table_row, num_tokens, items, shares = batch
     part_out, part_lse, block_lse = outputs
     GROUP: tl.constexpr = HEADS[0]
     COLUMNS: tl.constexpr = HEADS[1]
@@ -145,45 +146,45 @@ def attend_items(
     HAS_WINDOW: tl.constexpr = FLAGS[2]
     HAS_SOFTCAP: tl.constexpr = FLAGS[3]
     WANT_MASS: tl.constexpr = FLAGS[4]
-    kv_head, item = tl.program_id(0), tl.program_id(1)
+    kv_head, share = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
-    row = tl.load(items + item * 4)
-    if row < 0:
-        return
-    first, stop = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
-    length = tl.load(num_tokens + row)
     is_head = tl.arange(0, COLUMNS) < GROUP
     head = kv_head * GROUP + tl.arange(0, COLUMNS)
-    queries = query_parts(query[0] + row * query[1] + head * query[2], is_head, KEY)
-    starts = offset_starts(queries, KEY, COLUMNS, IS_ASM)
     keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
     values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
-    top = tl.full([COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    sums = zero_sums(VALUE, COLUMNS, TILE)
     token = tl.arange(0, TILE)
-    row_start = row.to(tl.int64) * table_row
-    if IS_AHEAD:
-        next_slot = _tile_slots(tables + row_start, first, stop, token, BLOCK)
-    for block in tl.range(first, stop, TILE // BLOCK, num_stages=STAGES):
+    for item in range(tl.load(shares + share), tl.load(shares + share + 1)):
+        row = tl.load(items + item * 4)
+        first, stop = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
+        length = tl.load(num_tokens + row)
+        queries = query_parts(query[0] + row * query[1] + head * query[2], is_head, KEY)
+        starts = offset_starts(queries, KEY, COLUMNS, IS_ASM)
+        top = tl.full([COLUMNS], float("-inf"), tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        sums = zero_sums(VALUE, COLUMNS, TILE)
+        row_start = row.to(tl.int64) * table_row
+        table = tables + row_start
         if IS_AHEAD:
-            slot = next_slot
-            next_slot = _tile_slots(tables + row_start, block + TILE // BLOCK, stop, token, BLOCK)
-        else:
-            slot = _tile_slots(tables + row_start, block, stop, token, BLOCK)
-        slot = tl.max_constancy(slot, [BLOCK])
-        live = _is_live(slot, block * BLOCK + token, length, settings, HAS_WINDOW)
-        places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
-        score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
-        score = _masked(score, live, settings, HAS_SOFTCAP)
-        if WANT_MASS:
-            to = block_lse + row_start * num_heads
-            _store_block_sums(to, score, block, stop, num_heads, head, is_head, BLOCK)
-        weights, decay, top, total = _weigh(score, top, total)
-        sums = decayed(sums, decay, VALUE)
-        sums = add_values(sums, weights, values, value_strides, places, codebook, VALUE, IS_ASM)
-    at = item * num_heads + head
-    _store_item(part_out + at * HEAD_DIM, part_lse + at, is_head, sums, top, total, VALUE, IS_ASM)
+            next_slot = _tile_slots(table, first, stop, token, BLOCK)
+        for block in tl.range(first, stop, TILE // BLOCK, num_stages=STAGES):
+            if IS_AHEAD:
+                slot = next_slot
+                next_slot = _tile_slots(table, block + TILE // BLOCK, stop, token, BLOCK)
+            else:
+                slot = _tile_slots(table, block, stop, token, BLOCK)
+            live = _is_live(slot, block * BLOCK + token, length, settings, HAS_WINDOW)
+            places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
+            score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
+            score = _masked(score, live, settings, HAS_SOFTCAP)
+            if WANT_MASS:
+                to = block_lse + row_start * num_heads
+                _store_block_sums(to, score, block, stop, num_heads, head, is_head, BLOCK)
+            weights, decay, top, total = _weigh(score, top, total)
+            sums = decayed(sums, decay, VALUE)
+            sums = add_values(sums, weights, values, value_strides, places, codebook, VALUE, IS_ASM)
+        at = item * num_heads + head
+        to = part_out + at * HEAD_DIM
+        _store_item(to, part_lse + at, is_head, sums, top, total, VALUE, IS_ASM)
 
 
 @triton.jit

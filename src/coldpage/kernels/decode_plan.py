@@ -1,4 +1,4 @@
-"""What a step of decoding attends to, and how its work is cut into items for the GPU."""
+"""What a step of decoding attends to, and how its work is shared by the programs of a GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from coldpage.types import Int32Array, Int64Array
 
-__all__ = ["AttentionOptions", "DecodeBatch", "DecodeResult", "plan_decode"]
+__all__ = ["AttentionOptions", "DecodeBatch", "DecodeParts", "DecodeResult", "plan_decode"]
 
 # What an item costs besides its blocks, in blocks: its start, its end and its merge.
 _ITEM_BLOCKS: Final = 8
 # No smaller item pays for its merge.
 _MIN_ITEM_BLOCKS: Final = 8
-# Sizes of items that are tried: even shares of all blocks in so many waves of programs, and parts
-# of the longest sequence.
-_WAVES: Final = np.array([1, 2, 3, 4])
-_PARTS: Final = np.arange(1, 17)
+# Where there is work for it, programs come in waves, of shares of so many blocks: then one that is
+# late, or finds its processor taken by other work, holds up less.
+_WAVE_BLOCKS: Final = 128
+_MAX_WAVES: Final = 4
 
 
 class DecodeBatch(NamedTuple):
@@ -29,6 +29,7 @@ class DecodeBatch(NamedTuple):
     num_tokens: torch.Tensor  # int32 [batch]: the query is at position num_tokens - 1; 0: no query
     items: torch.Tensor  # int32 [num_items, 4]: row (negative: none), first block, stop block, 0
     first_items: torch.Tensor  # int32 [batch + 1]: a row's items are neighbours
+    shares: torch.Tensor  # int32 [num_shares + 1]: the first item of each program, neighbours too
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,14 @@ class DecodeResult(NamedTuple):
     mass: torch.Tensor | None  # [batch, max_blocks] f32
 
 
+class DecodeParts(NamedTuple):
+    """How the contexts of a batch are cut, on the host. See DecodeBatch."""
+
+    items: Int32Array
+    first_items: Int32Array
+    shares: Int32Array
+
+
 def plan_decode(
     num_tokens: Int32Array,
     *,
@@ -59,29 +68,52 @@ def plan_decode(
     num_programs: int,
     window: int | None = None,
     num_sink_tokens: int = 0,
-) -> tuple[Int32Array, Int32Array]:
-    """Pure: ``items`` and ``first_items`` for sequences with so many visible tokens, cut so that a
-    GPU that runs ``num_programs`` at a time is busy until the end. How many items there are, unused
-    ones included, does not depend on the lengths.
+) -> DecodeParts:
+    """Pure: all visible blocks of sequences with so many visible tokens in equal shares, for a GPU
+    that runs ``num_programs`` at a time; an item is what a share has of a row. How many items and
+    shares there are, unused ones included, does not depend on the lengths.
     """
     batch = len(num_tokens)
     rows, firsts, sizes = _ranges(
         num_tokens.astype(np.int64), tokens_per_block, window, num_sink_tokens
     )
     num_at_a_time = max(1, num_programs // num_kv_heads)
-    max_items = len(rows) + batch + num_at_a_time
-    counts = _cut(sizes, max_items, num_at_a_time)
-    total = int(counts.sum())
-    items = np.full((max_items, 4), -1, dtype=np.int32)
-    of_range = np.repeat(np.arange(len(sizes)), counts)
-    nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin, size, count = firsts[of_range], sizes[of_range], counts[of_range]
-    items[:total, 0] = rows[of_range]
-    items[:total, 1] = begin + size * nth // count
-    items[:total, 2] = begin + size * (nth + 1) // count
+    max_shares = num_at_a_time * _MAX_WAVES
+    begins = np.cumsum(sizes) - sizes
+    share_begins = _share_begins(sizes, begins, num_at_a_time)
+    item_begins = np.union1d(begins[sizes > 0], share_begins)
+    of_range = np.searchsorted(begins + sizes, item_begins, "right")
+    item_stops = np.append(item_begins[1:], sizes.sum())
+    items = np.full((len(rows) + max_shares, 4), -1, dtype=np.int32)
+    used = items[: len(item_begins)]
+    used[:, 0] = rows[of_range]
+    used[:, 1] = item_begins - begins[of_range] + firsts[of_range]
+    used[:, 2] = item_stops[: len(used)] - begins[of_range] + firsts[of_range]
     items[:, 3] = 0
     first_items = np.searchsorted(rows[of_range], np.arange(batch + 1))
-    return items, first_items.astype(np.int32)
+    shares = np.full(max_shares + 1, len(used), dtype=np.int32)
+    shares[: len(share_begins)] = np.searchsorted(item_begins, share_begins)
+    return DecodeParts(items, first_items.astype(np.int32), shares)
+
+
+def _share_begins(sizes: Int64Array, begins: Int64Array, num_at_a_time: int) -> Int64Array:
+    """Where each share begins in the row of all blocks."""
+    costs = np.where(sizes > 0, sizes + _ITEM_BLOCKS, 0)
+    total, num_ranges = int(costs.sum()), int((sizes > 0).sum())
+    if total == 0:
+        return np.zeros(0, np.int64)
+    smallest = _ITEM_BLOCKS + _MIN_ITEM_BLOCKS
+    waves = min(max(1, total // (num_at_a_time * _WAVE_BLOCKS)), _MAX_WAVES)
+    num_shares = min(num_at_a_time * waves, max(num_ranges, total // smallest))
+    cuts = total * np.arange(num_shares) // num_shares
+    stops = np.cumsum(costs)
+    of_range = np.searchsorted(stops, cuts, "right")
+    size = sizes[of_range]
+    block = (cuts - (stops - costs)[of_range] - _ITEM_BLOCKS).clip(0, size)
+    # No crumbs on either side.
+    block = np.where(block < _MIN_ITEM_BLOCKS, 0, block)
+    block = np.where(size - block < _MIN_ITEM_BLOCKS, np.where(block > 0, size, 0), block)
+    return begins[of_range] + block
 
 
 def _ranges(
@@ -103,24 +135,3 @@ def _ranges(
         np.stack([np.zeros_like(firsts), firsts], 1).ravel(),
         np.stack([sinks, stops - firsts], 1).ravel(),
     )
-
-
-def _cut(sizes: Int64Array, max_items: int, num_at_a_time: int) -> Int64Array:
-    """Into how many items each run of blocks is cut: one that spreads the work in one wave of
-    programs or a few, whichever ends first."""
-    total = int(sizes.sum())
-    longest = int(sizes.max(initial=1))
-    wanted = -(-total // (num_at_a_time * _WAVES))
-    candidates = np.append(wanted, -(-longest // _PARTS)).clip(
-        min(_MIN_ITEM_BLOCKS, longest), longest
-    )
-    counts = -(-sizes[None, :] // candidates[:, None])
-    num_items = counts.sum(1)
-    largest = (-(-sizes[None, :] // np.maximum(counts, 1))).max(1, initial=1)
-    share = (total + _ITEM_BLOCKS * num_items) / num_at_a_time
-    # Items of a second wave start when some of the first have ended: half an item late, on average.
-    late = np.where(num_items > num_at_a_time, largest / 2, 0)
-    ends = np.maximum(largest + _ITEM_BLOCKS, share + late)
-    ends = np.where(num_items <= max_items, ends, np.inf)
-    best: Int64Array = counts[int(np.argmin(ends))]
-    return best
