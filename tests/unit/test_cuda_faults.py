@@ -14,7 +14,7 @@ from coldpage.device.base import MemoryKind, PageParts
 from coldpage.device.cuda import CudaDevice
 from coldpage.device.cuda.copies import BATCH_BYTES, MIN_BATCH_COPIES
 from coldpage.device.cuda.stream import CudaStream
-from coldpage.errors import DeviceError, SubmissionError
+from coldpage.errors import ClosedError, DeviceError, SubmissionError
 from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, MemAddress
 from tests.unit.cuda_rig import array, opened
 from tests.unit.fake_cuda import FakeCuda
@@ -166,6 +166,33 @@ def test_errors_of_torch_and_triton_are_refused_submissions(
     monkeypatch.undo()
     _stand_in_for_torch(monkeypatch)
     upload_pages(stream)
+
+
+# Kernels of others
+
+
+def test_kernels_are_launched_on_torchs_current_stream(
+    device: CudaDevice, library: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = _stand_in_for_torch(monkeypatch)
+    stream, seen = device.create_stream("codec"), []
+    assert stream.runs_kernels
+    stream.launch_kernels(lambda: seen.append((list(streams), library.context_depth)))
+    assert seen == [([("external", stream.handle)], 1)]
+    stream.launch_kernels(lambda: None)
+    assert streams == [("external", stream.handle)] * 2
+
+
+def test_kernels_that_fail_are_refused_submissions(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stand_in_for_torch(monkeypatch)
+    stream = device.create_stream("codec")
+    with pytest.raises(SubmissionError, match=r"kernels was rejected on stream 'codec': .*no$"):
+        stream.launch_kernels(_raise(RuntimeError("no\nand a long tale")))
+    stream.close()
+    with pytest.raises(ClosedError):
+        stream.launch_kernels(_no_kernel)
 
 
 # The legacy default stream

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from coldpage.errors import SubmissionError
 from coldpage.types import ByteRange, DeviceArray, Int64Array, MemAddress
 
 __all__ = [
@@ -115,6 +116,8 @@ class Stream(abc.ABC):
     """
 
     name: str
+    # Whether kernels of a GPU can be enqueued here.
+    runs_kernels: bool = False
 
     @abc.abstractmethod
     def launch(
@@ -131,6 +134,15 @@ class Stream(abc.ABC):
         lie in device memory, a function names them: a device that checks accesses calls it just
         before ``work`` runs, others never. Raises SubmissionError, enqueuing nothing.
         """
+
+    def launch_kernels(self, submit: Callable[[], None]) -> None:
+        """Call ``submit`` now, which enqueues kernels of a GPU on torch's current stream: that is
+        this one until it returns, on this one's device. Only where ``runs_kernels``.
+
+        Raises SubmissionError, also for whatever ``submit`` raises; then some of its kernels may
+        have been enqueued.
+        """
+        raise SubmissionError(f"the device of stream {self.name!r} runs no kernels of a GPU")
 
     @abc.abstractmethod
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:

@@ -106,6 +106,22 @@ class DeviceConformance(DevicePageConformance):
         _wait(device, device.io.submit([IoJob(_sleep_well)]))
         stream.synchronize()
 
+    def test_kernels_are_launched_at_once_or_refused(self, device: Device) -> None:
+        stream = device.create_stream("kernels")
+        seen: list[int] = []
+        if stream.runs_kernels:
+            stream.launch_kernels(lambda: seen.append(1))
+            assert seen == [1]
+            with pytest.raises(SubmissionError, match="kernels"):
+                stream.launch_kernels(fail)
+        else:
+            with pytest.raises(SubmissionError, match="kernels"):
+                stream.launch_kernels(lambda: seen.append(1))
+            assert not seen
+        stream.launch(lambda: seen.append(2), reads=(), writes=())
+        stream.synchronize()
+        assert seen[-1] == 2
+
     # I/O
 
     def test_each_io_job_has_its_result(self, device: Device) -> None:

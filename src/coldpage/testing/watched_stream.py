@@ -28,6 +28,7 @@ class WatchedStream(Stream):
 
     def __init__(self, stream: Stream, memories: Sequence[Memory], *, isolates: bool) -> None:
         self.name = stream.name
+        self.runs_kernels = stream.runs_kernels
         self.inner = stream
         self.submissions_until_rejection: int | None = None
         self.is_in_codec_call = False
@@ -42,6 +43,11 @@ class WatchedStream(Stream):
             self.inner.launch(self._isolate(work, reads, writes), reads=reads, writes=writes)
         else:
             self.inner.launch(work, reads=reads, writes=writes)
+
+    def launch_kernels(self, submit: Callable[[], None]) -> None:
+        """As the stream within."""
+        self._count()
+        self.inner.launch_kernels(submit)
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
         """As the stream within."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ class CudaStream(Stream):
     raise, and every later call raises DeviceError from the exception. Copies behind it run.
     """
 
+    runs_kernels = True
+
     def __init__(self, runtime: CudaRuntime, name: str, handle: int, *, is_owned: bool) -> None:
         self.name = name
         self.handle = handle
@@ -69,6 +72,12 @@ class CudaStream(Stream):
             del _host_work[number]
             raise self._rejected("a host function", str(error)) from error
         self._host_work = (host_work,)
+
+    def launch_kernels(self, submit: Callable[[], None]) -> None:
+        """Call ``submit`` while this is torch's current stream."""
+        self._check()
+        with self._context, self._kernels_of("a launch of kernels"), self._torch():
+            submit()
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
         """Enqueue the copies, in batches of the driver; those between two places of the host as a
@@ -152,19 +161,38 @@ class CudaStream(Stream):
     def _launch_kernel(
         self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
     ) -> None:
-        try:
+        with self._kernels_of("the kernel of a copy of pages"):
             self._run_kernel(parts, pairs, num_pages, num_programs)
-        except Exception as error:  # torch and triton have no exception of their own for it
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise self._rejected("the kernel of a copy of pages", text) from error
 
     def _run_kernel(
         self, parts: PageParts, pairs: MemAddress, num_pages: int, num_programs: int
     ) -> None:
-        # torch and triton load here, with the first small pages, and not with the device.
-        import torch
+        with self._torch():
+            from coldpage.kernels.page_copy import PagePart, copy_part
 
-        from coldpage.kernels.page_copy import PagePart, copy_part
+            columns = (
+                parts.dst_base,
+                parts.dst_stride_bytes,
+                parts.src_base,
+                parts.src_stride_bytes,
+                parts.num_bytes,
+            )
+            for part in zip(*(column.tolist() for column in columns), strict=True):
+                copy_part(int(pairs), num_pages, PagePart(*part), num_programs)
+
+    @contextlib.contextmanager
+    def _kernels_of(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # torch and triton have no exception of their own for it
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise self._rejected(what, text) from error
+
+    @contextlib.contextmanager
+    def _torch(self) -> Iterator[None]:
+        """This is torch's current stream within."""
+        # torch and triton load here, with the first kernel, and not with the device.
+        import torch
 
         index = self._runtime.index
         if self._torch_stream is None:
@@ -172,16 +200,8 @@ class CudaStream(Stream):
                 self._torch_stream = torch.cuda.default_stream(index)
             else:
                 self._torch_stream = torch.cuda.ExternalStream(self.handle, device=index)  # type: ignore[no-untyped-call]
-        columns = (
-            parts.dst_base,
-            parts.dst_stride_bytes,
-            parts.src_base,
-            parts.src_stride_bytes,
-            parts.num_bytes,
-        )
         with torch.cuda.device(index), torch.cuda.stream(self._torch_stream):
-            for part in zip(*(column.tolist() for column in columns), strict=True):
-                copy_part(int(pairs), num_pages, PagePart(*part), num_programs)
+            yield
 
     def upload(self, dst: MemAddress, data: npt.NDArray[np.uint8]) -> None:
         """Enqueue the copy of the array as it is now."""
