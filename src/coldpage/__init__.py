@@ -3,9 +3,15 @@
 from coldpage.codecs import (
     BufferDesc,
     ColdPageCodec,
+    KVShape,
+    LayerVectors,
     LifeCycleDesc,
+    ModelPages,
+    NumberType,
     PoolDesc,
     PoolGroupDesc,
+    codec_names,
+    create_codec,
     create_default_cold_page_codec,
 )
 from coldpage.config import (
@@ -89,9 +95,13 @@ __all__ = [
     "KVCacheManager",
     "KVCacheManagerConfig",
     "KVCacheStatus",
+    "KVShape",
+    "LayerVectors",
     "LifeCycleDesc",
     "ManagerStats",
     "ModelError",
+    "ModelPages",
+    "NumberType",
     "OnMissing",
     "OutOfPagesError",
     "PageClass",
@@ -108,5 +118,7 @@ __all__ = [
     "SubmissionError",
     "UsageError",
     "WrongThreadError",
+    "codec_names",
+    "create_codec",
     "create_default_cold_page_codec",
 ]

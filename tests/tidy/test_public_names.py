@@ -33,8 +33,12 @@ PUBLIC_NAMES = {
     "KVCacheManager",
     "KVCacheManagerConfig",
     "KVCacheStatus",
+    "KVShape",
+    "LayerVectors",
     "LifeCycleDesc",
     "ManagerStats",
+    "ModelPages",
+    "NumberType",
     "OnMissing",
     "PageClass",
     "PageIndexLocation",
@@ -45,6 +49,8 @@ PUBLIC_NAMES = {
     "PoolGroupDesc",
     "Priority",
     "ReuseScope",
+    "codec_names",
+    "create_codec",
     "create_default_cold_page_codec",
 }
 EXCEPTIONS = {

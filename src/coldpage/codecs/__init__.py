@@ -1,4 +1,6 @@
-"""Cold-page codecs: the interface, the lossless default, and what a manager keeps of one."""
+"""Cold-page codecs: the interface, the lossless default and those that pack keys and values, by
+name, and what a manager keeps of one.
+"""
 
 from coldpage.codecs.base import (
     BlockOrdinals,
@@ -12,18 +14,29 @@ from coldpage.codecs.base import (
 )
 from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.codecs.configured import ConfiguredCodec, codec_identity, take_codec
+from coldpage.codecs.model_pages import LayerVectors, ModelPages
+from coldpage.codecs.packed import PackedCodec
+from coldpage.codecs.registry import codec_names, create_codec
+from coldpage.kernels.cold.formats import KVShape, NumberType
 
 __all__ = [
     "BlockOrdinals",
     "BufferDesc",
     "ColdPageCodec",
     "ConfiguredCodec",
+    "KVShape",
+    "LayerVectors",
     "LifeCycleDesc",
+    "ModelPages",
+    "NumberType",
+    "PackedCodec",
     "PageIndexPairs",
     "PageIndices",
     "PoolDesc",
     "PoolGroupDesc",
     "codec_identity",
+    "codec_names",
+    "create_codec",
     "create_default_cold_page_codec",
     "take_codec",
 ]

@@ -133,6 +133,11 @@ class ColdPageCodec(abc.ABC):
         class.
         """
 
+    def prepare(self, stream: Stream) -> None:  # noqa: B027 -- most codecs need nothing
+        """Do now what the first call would else wait for, such as compiling. ``stream`` is one of
+        the device that calls will name. May block. Called at most once, after ``configure``.
+        """
+
     @abc.abstractmethod
     def encode(
         self,
