@@ -107,6 +107,7 @@ class LevelBuilder:
         per_block = self._config.tokens_per_block
         self.tree = PrefixTree(table, self.layout.life_cycles, per_block)
         moves = CodecMoves(self._device, calls, self._levels, table, events)
+        self._codecs.prepare(moves.offload_stream)
         disk_moves = (
             None
             if ring is None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
 from coldpage.config import CacheTierConfig
+from coldpage.device.base import Stream
 from coldpage.errors import CodecError
 from coldpage.prefix import EXACT_PROVENANCE
 
@@ -74,6 +75,16 @@ class TierCodecs:
                     "cold pages: say in `parameters` what sets them apart"
                 )
             self._configured[id(codec)] = first
+
+    def prepare(self, stream: Stream) -> None:
+        """Let each codec in use do what its first call would else wait for. Raises CodecError."""
+        for configured in self.all:
+            try:
+                configured.codec.prepare(stream)
+            except CodecError:
+                raise
+            except Exception as error:
+                raise CodecError(f"codec {configured.name} failed in prepare: {error!r}") from error
 
     @property
     def all(self) -> tuple[ConfiguredCodec, ...]:

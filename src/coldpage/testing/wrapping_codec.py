@@ -38,6 +38,10 @@ class WrappingCodec(ColdPageCodec):
         """As the wrapped codec."""
         return self._codec.query_page_index_location(life_cycle_id)
 
+    def prepare(self, stream: Stream) -> None:
+        """As the wrapped codec."""
+        self._codec.prepare(stream)
+
     def encode(
         self,
         life_cycle_id: LifeCycleId,
