@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from coldpage.codecs.base import (
     BlockOrdinals,
-    BufferDesc,
     ColdPageCodec,
     LifeCycleDesc,
     PageIndices,
@@ -24,15 +22,13 @@ from coldpage.codecs.base import (
 from coldpage.codecs.configured import ConfiguredCodec
 from coldpage.device.base import Device, Memory, MemoryKind
 from coldpage.device.simulated import SimulatedDevice
+from coldpage.testing.hot_shapes import HotGroupShape
 from coldpage.testing.memory_access import allocate_ready, read_memory, write_memory
 from coldpage.testing.watched_stream import WatchedStream
 from coldpage.types import (
     PAGE_INDEX_PAIR,
-    BufferId,
-    BufferRole,
     DeviceArray,
     LayerGroupId,
-    LayerId,
     LifeCycleId,
     MemAddress,
     PageClass,
@@ -41,7 +37,14 @@ from coldpage.types import (
     PoolIndex,
 )
 
-__all__ = ["NUM_SLOTS", "CodecRig", "ColdArea", "HotGroupShape", "Indices", "Snapshot"]
+__all__ = [
+    "NUM_SLOTS",
+    "CodecRig",
+    "ColdArea",
+    "HotGroupShape",
+    "Indices",
+    "Snapshot",
+]
 
 NUM_SLOTS: Final = 24  # of each hot pool, and of each cold area
 
@@ -61,14 +64,6 @@ Indices = Sequence[int] | npt.NDArray[np.integer]
 
 # The bytes of every memory at some time.
 Snapshot = Mapping[MemAddress, _Bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class HotGroupShape:
-    """A hot pool group: bytes of a slot by pool, and the layer groups whose pages live there."""
-
-    pool_bytes: tuple[int, ...]
-    layer_groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +125,7 @@ class CodecRig:
         for group in range(len(shapes)):
             self.refill(group)
         self.configured = ConfiguredCodec(codec, self.groups)
+        codec.prepare(self.stream.inner)
 
     # Memory
 
@@ -382,7 +378,7 @@ class CodecRig:
                 LifeCycleId(len(classes) * group + number),
                 LayerGroupId(group),
                 page_class,
-                _buffers(group, shape.pool_bytes),
+                shape.describe_buffers(group),
             )
             for group in shape.layer_groups
             for number, page_class in enumerate(classes)
@@ -408,17 +404,3 @@ def _pairs(dst: Indices, src: Indices) -> npt.NDArray[np.void]:
     pairs = np.empty(len(dst), PAGE_INDEX_PAIR)
     pairs["dst"], pairs["src"] = dst, src
     return pairs
-
-
-def _buffers(layer_group: int, pool_bytes: Sequence[int]) -> tuple[BufferDesc, ...]:
-    """A key and a value for each pool, or a key alone where it has an odd size."""
-    buffers: list[BufferDesc] = []
-    layer_ids = itertools.count(100 * layer_group)
-    for pool, size in enumerate(pool_bytes):
-        layer_id = LayerId(next(layer_ids))
-        roles = ("key", "value") if size % 2 == 0 else ("key",)
-        for number, role in enumerate(roles):
-            part = size // len(roles)
-            buffer_id = BufferId(layer_id, BufferRole(role))
-            buffers.append(BufferDesc(buffer_id, PoolIndex(pool), number * part, part))
-    return tuple(buffers)

@@ -113,7 +113,7 @@ class DeviceConformance(DevicePageConformance):
             stream.launch_kernels(lambda: seen.append(1))
             assert seen == [1]
             with pytest.raises(SubmissionError, match="kernels"):
-                stream.launch_kernels(fail)
+                stream.launch_kernels(_raise)
         else:
             with pytest.raises(SubmissionError, match="kernels"):
                 stream.launch_kernels(lambda: seen.append(1))
@@ -272,6 +272,10 @@ def _launch_slow_fill(stream: Stream, memory: Memory, value: int) -> None:
         array[:16] = value
 
     stream.launch(fill, reads=(), writes=[byte_range(memory, 0, 16)])
+
+
+def _raise() -> None:
+    raise ValueError("no")
 
 
 def _wait(device: Device, completion: Completion) -> None:
