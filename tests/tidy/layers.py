@@ -165,6 +165,8 @@ def dead_files(tree: Tree) -> list[str]:
     roots |= {name for name in tested if _lies_in(name.partition(".")[2], "testing")}
     # The simulated device proves the others; only tests make one.
     roots |= {name for name in tested if name == f"{PACKAGE}.device.simulated"}
+    # What fast kernels are held against runs nowhere else.
+    roots |= {name for name in tested if name == f"{PACKAGE}.kernels.cold.reference"}
     reached: set[str] = set()
     waiting = [name for name in roots if name in modules]
     while waiting:
