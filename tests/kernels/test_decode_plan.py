@@ -118,7 +118,9 @@ def test_short_sequences_are_not_cut() -> None:
     assert step.plan().shares.tolist()[:5] == [0, 1, 2, 3, 4]
 
 
-def test_much_work_comes_in_waves() -> None:
-    _, _, shares = Step((8_192,) * 64, 16, 8, 528, None, 0).plan()
-    num_shares = int(np.count_nonzero(np.diff(shares)))
-    assert num_shares == 528 // 8 * 3
+def test_much_work_comes_in_waves_of_smaller_and_smaller_shares() -> None:
+    items, _, shares = Step((8_192,) * 64, 16, 8, 528, None, 0).plan()
+    blocks = np.append(0, np.cumsum(items[:, 2] - items[:, 1]))
+    waves = np.diff(blocks[shares]).reshape(-1, 528 // 8)
+    assert (waves.min(1) > 0).all() and (np.ptp(waves, axis=1) <= 3 * 8).all()
+    assert [round(size / waves[-1].mean()) for size in waves.mean(1)] == [4, 2, 1, 1]

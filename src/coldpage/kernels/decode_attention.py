@@ -48,7 +48,9 @@ class _Parts(NamedTuple):
 
 class _Tuning(NamedTuple):
     """What is fastest on an H200. ``is_ahead``: slots are read a tile ahead, so that pages can be
-    read several ahead; that takes registers, and helps where programs are few or short of work."""
+    read several ahead; that takes registers, and helps where programs are few or short of work.
+    ``programs_per_processor`` is how many find room on one, by registers and shared memory: shares
+    are even only among programs that all run."""
 
     tile_tokens: int
     num_warps: int
@@ -90,14 +92,16 @@ def _is_gpu(tensor: torch.Tensor) -> bool:
 def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
     kinds = {chunks_of(pages.kv_type, 1, pages.head_dim).kind for pages in (keys, values)}
     if IS_TURBO4.value in kinds:
-        return _Tuning(32, 1, 3, True, 12)
+        return _Tuning(32, 1, 3, True, 12 if keys.head_dim <= 64 else 8)
     if IS_Q8_0.value in kinds:
-        return _Tuning(64, 2, 3, True, 5, 128)
+        if keys.head_dim <= 128:
+            return _Tuning(64, 2, 3, False, 6)
+        return _Tuning(64, 2, 3, True, 3)
     vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
     if vector_bytes <= 128:
-        return _Tuning(64, 2, 3, False, 4)
+        return _Tuning(64, 2, 3, False, 6)
     if vector_bytes <= 256:
-        return _Tuning(64, 4, 3, False, 4)
+        return _Tuning(64, 4, 3, False, 4, 128)
     if vector_bytes <= 512:
         return _Tuning(32, 2, 4, False, 4)
     return _Tuning(32, 4, 2, False, 2)

@@ -16,10 +16,10 @@ __all__ = ["AttentionOptions", "DecodeBatch", "DecodeParts", "DecodeResult", "pl
 _ITEM_BLOCKS: Final = 8
 # No smaller item pays for its merge.
 _MIN_ITEM_BLOCKS: Final = 8
-# Where there is work for it, programs come in waves, of shares of so many blocks: then one that is
-# late, or finds its processor taken by other work, holds up less.
-_WAVE_BLOCKS: Final = 128
-_MAX_WAVES: Final = 4
+# Where each program would have so many blocks, shares come in waves that are smaller and smaller:
+# so one that finds its processor taken by other work holds up less.
+_WAVE_BLOCKS: Final = 256
+_WAVES: Final = np.array([4, 2, 1, 1])
 
 
 class DecodeBatch(NamedTuple):
@@ -69,7 +69,7 @@ def plan_decode(
     window: int | None = None,
     num_sink_tokens: int = 0,
 ) -> DecodeParts:
-    """Pure: all visible blocks of sequences with so many visible tokens in equal shares, for a GPU
+    """Pure: all visible blocks of sequences with so many visible tokens in even shares, for a GPU
     that runs ``num_programs`` at a time; an item is what a share has of a row. How many items and
     shares there are, unused ones included, does not depend on the lengths.
     """
@@ -78,7 +78,7 @@ def plan_decode(
         num_tokens.astype(np.int64), tokens_per_block, window, num_sink_tokens
     )
     num_at_a_time = max(1, num_programs // num_kv_heads)
-    max_shares = num_at_a_time * _MAX_WAVES
+    max_shares = num_at_a_time * len(_WAVES)
     begins = np.cumsum(sizes) - sizes
     share_begins = _share_begins(sizes, begins, num_at_a_time)
     item_begins = np.union1d(begins[sizes > 0], share_begins)
@@ -102,10 +102,12 @@ def _share_begins(sizes: Int64Array, begins: Int64Array, num_at_a_time: int) -> 
     total, num_ranges = int(costs.sum()), int((sizes > 0).sum())
     if total == 0:
         return np.zeros(0, np.int64)
-    smallest = _ITEM_BLOCKS + _MIN_ITEM_BLOCKS
-    waves = min(max(1, total // (num_at_a_time * _WAVE_BLOCKS)), _MAX_WAVES)
-    num_shares = min(num_at_a_time * waves, max(num_ranges, total // smallest))
-    cuts = total * np.arange(num_shares) // num_shares
+    if total >= num_at_a_time * _WAVE_BLOCKS:
+        weights = np.repeat(_WAVES, num_at_a_time)
+    else:
+        most = max(num_ranges, total // (_ITEM_BLOCKS + _MIN_ITEM_BLOCKS))
+        weights = np.ones(min(num_at_a_time, most), np.int64)
+    cuts = total * (np.cumsum(weights) - weights) // weights.sum()
     stops = np.cumsum(costs)
     of_range = np.searchsorted(stops, cuts, "right")
     size = sizes[of_range]
