@@ -7,34 +7,42 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from coldpage.bench.attention.decode import DTYPE, DecodeCase
+from coldpage.bench.attention.layers import Heads, PagedLayers
 from coldpage.device.base import Event
+from coldpage.engine.attention_choice import choose_attention
+from coldpage.engine.hot_types import HotTypes
+from coldpage.engine.paged_attention import Scoring, Scratch
+from coldpage.engine.step_plan import ItemSpan
+from coldpage.engine.upload import to_device
 
 __all__ = ["DecodeLoad"]
 
-_NUM_SEQUENCES, _NUM_TOKENS = 64, 8192
-_NUM_KV_HEADS, _QUERIES_PER_HEAD, _HEAD_DIM = 8, 4, 128
+_CASE = DecodeCase(64, 8192, Heads(32, 8, 128))
+_TYPES = HotTypes.plain(DTYPE)
+_NUM_LAYERS = 2  # that take turns, so that none is found in the cache
 _TARGET_MS = 150.0
 # Rounds of moves enqueued ahead, so that the streams never run dry while the host looks away.
 _MAX_ROUNDS = 3
 
 
 class DecodeLoad:
-    """64 sequences of 8,192 tokens, 8 KV heads of 128, bfloat16: 2 GiB read a step. The queries of
-    one KV head are rows of one matrix, so that K and V are read once.
-    """
+    """A layer of 64 sequences of 8,192 tokens over scattered pages: 2 GiB read a step."""
 
-    description = f"{_NUM_SEQUENCES} x {_NUM_TOKENS:,} tokens, {_NUM_KV_HEADS} KV heads"
+    description = f"{_CASE}, bf16 pages"
 
     def __init__(self, device_name: str) -> None:
-        def tensor(num_tokens: int) -> torch.Tensor:
-            shape = (_NUM_SEQUENCES, _NUM_KV_HEADS, num_tokens, _HEAD_DIM)
-            return torch.empty(shape, dtype=torch.bfloat16, device=device_name).normal_()
-
-        self._query = tensor(_QUERIES_PER_HEAD)
-        self._key, self._value = tensor(_NUM_TOKENS), tensor(_NUM_TOKENS)
-        self._device = torch.device(device_name)
+        self._device = place = torch.device(device_name)
+        pool = torch.empty(_NUM_LAYERS * self.num_bytes, dtype=torch.uint8, device=place)
+        paged = PagedLayers.make(pool, _CASE.heads, _TYPES, _CASE.num_blocks)
+        num_heads, _, head_dim = _CASE.heads
+        self._query = torch.randn(_CASE.batch, num_heads, head_dim, device=place, dtype=DTYPE)
+        self._attention = choose_attention(place, DTYPE, head_dim, Scratch(DTYPE, place))
+        tables = paged.slots.reshape(_CASE.batch, -1)
+        items = [ItemSpan(row, _CASE.num_tokens - 1, 1, table) for row, table in enumerate(tables)]
+        self._plan = to_device(self._attention.plan(paged.layers[0], items), place)
+        self._layers = paged.layers
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.num_steps = 5
         self._run(None)
@@ -43,7 +51,7 @@ class DecodeLoad:
     @property
     def num_bytes(self) -> int:
         """Read by each step."""
-        return 2 * self._key.numel() * self._key.element_size()
+        return _CASE.read_bytes(_TYPES)
 
     def alone_ms(self) -> float:
         """How long the steps take."""
@@ -62,10 +70,11 @@ class DecodeLoad:
         rounds: deque[tuple[Event, ...]] = deque()
         if start_round is not None:
             rounds.append(start_round())
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             first.record(self._stream)
-            for _ in range(self.num_steps):
-                F.scaled_dot_product_attention(self._query, self._key, self._value)
+            for step in range(self.num_steps):
+                layer = self._layers[step % _NUM_LAYERS]
+                self._attention.attend_decode(layer, self._plan, self._query, Scoring(None, None))
             last.record(self._stream)
         while start_round is not None and not last.query():
             while len(rounds) < _MAX_ROUNDS:
