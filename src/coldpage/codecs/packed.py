@@ -79,12 +79,17 @@ class PackedCodec(ColdPageCodec):
     """
 
     def __init__(
-        self, name: str, pages: ModelPages, overrides: Mapping[LayerGroupId, str] | None = None
+        self,
+        name: str,
+        pages: ModelPages,
+        overrides: Mapping[LayerGroupId, str] | None = None,
+        *,
+        formats: Mapping[str, VectorFormats | None] = PACKED_FORMATS,
     ) -> None:
-        """``overrides`` has names by layer group; all names are keys of PACKED_FORMATS."""
+        """``overrides`` has names by layer group; all names are keys of ``formats``."""
         others = {} if overrides is None else dict(overrides)
-        self._formats = PACKED_FORMATS[name]
-        self._overrides = {group: PACKED_FORMATS[other] for group, other in others.items()}
+        self._formats = formats[name]
+        self._overrides = {group: formats[other] for group, other in others.items()}
         different = {group: other for group, other in others.items() if other != name}
         self.codec_id = ",".join(
             [name, *(f"{group}={other}" for group, other in sorted(different.items()))]
