@@ -20,6 +20,7 @@ from rich.table import Table
 __all__ = [
     "Row",
     "append_rows",
+    "machine_facts",
     "median",
     "quiet_progress",
     "size_name",
@@ -100,7 +101,7 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
 
 def append_rows(path: Path, benchmark: str, rows: Sequence[Row], device_name: str = "host") -> None:
     """Add each row to a file of JSON lines, with the commit, the machine and every sample."""
-    machine = _machine(device_name)
+    machine = machine_facts(device_name)
     with open(path, "a", encoding="utf-8") as file:
         for row in rows:
             record = {
@@ -114,7 +115,8 @@ def append_rows(path: Path, benchmark: str, rows: Sequence[Row], device_name: st
             file.write(json.dumps(record) + "\n")
 
 
-def _machine(device_name: str) -> dict[str, str]:
+def machine_facts(device_name: str) -> dict[str, str]:
+    """When, of what commit, and on what a row was measured."""
     cpu = "unknown"
     information = Path("/proc/cpuinfo")
     if information.exists():
