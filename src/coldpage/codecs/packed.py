@@ -96,11 +96,12 @@ class PackedCodec(ColdPageCodec):
         )
         self._model = dict(pages)
         _require_numba(self.codec_id)
-        in_use = [it for it in (self._formats, *self._overrides.values()) if it is not None]
-        self._turns_back = any(formats.turns_back for formats in in_use)
+        names = (name, *(other for _, other in sorted(different.items())))
+        in_use = [it for it in map(formats.get, names) if it is not None]
+        self._turns_back = any(it.turns_back for it in in_use)
         if not different and self._formats is not None:
             self._check_model(self._formats)
-        self.parameters = self._describe_parameters()
+        self.parameters = self._describe_parameters(in_use)
         self.needs_positions = self._turns_back and any(
             layer.key is not None and layer.frequencies is not None
             for layer in self._model.values()
@@ -111,9 +112,11 @@ class PackedCodec(ColdPageCodec):
 
     # ------------------------------------------------------------------ the format
 
-    def _describe_parameters(self) -> str:
+    def _describe_parameters(self, in_use: Sequence[VectorFormats]) -> str:
         """What changes the bytes besides the names of the formats."""
         digest = hashlib.sha256()
+        for it in in_use:
+            digest.update(f"{it.key.value} {it.value.value}\n".encode())
         types: set[str] = set()
         blocks: set[int] = set()
         for layer_id, layer in sorted(self._model.items()):
