@@ -97,6 +97,27 @@ def test_moves_that_change_a_page_are_no_result(monkeypatch: pytest.MonkeyPatch)
     assert result.stderr == "coldpage: 64 of 64 pages of 4096 bytes came back changed\n"
 
 
+def test_codecs_are_measured_by_hot_bytes_beside_a_copy_of_cold_ones(tmp_path: Path) -> None:
+    printed, rows = run(tmp_path, "codecs", "--bytes", "4MiB", "--codecs", "concat,int8")
+    assert [row["name"] for row in rows] == 2 * ["offload", "onboard"]
+    assert [row["notes"]["cold_per_hot_byte"] for row in rows] == [1, 1, 0.5078, 0.5078]
+    for row in rows:
+        gb_per_s = (4 << 20) / 1e6 / row["median_ms"]
+        assert row["notes"]["hot_gb_per_s"] == pytest.approx(gb_per_s, rel=0.01, abs=2e-2)
+        limit = row["notes"]["cold_per_hot_byte"] * (4 << 20) / 1e6 / row["rival_median_ms"]
+        assert row["notes"]["link_gb_per_s"] == pytest.approx(limit, rel=0.01, abs=2e-2)
+    line = next(line for line in printed.splitlines() if line.startswith(" int8 "))
+    assert [cell.strip() for cell in line.split("│")][1] == "0.508"
+
+
+def test_a_codec_that_loses_too_much_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coldpage.bench.codecs._MAX_ERROR", 1e-3)
+    flags = ["--device", "cpu", "--bytes", "4MiB", "--codecs", "int8"]
+    result = CliRunner().invoke(coldpage, ["bench", "codecs", *flags])
+    assert result.exit_code == 2
+    assert result.stderr == "coldpage: pages come back from int8 1% off what they were\n"
+
+
 def test_what_is_measured_begins_when_memory_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(0, prepares_in_background=True)
     unprepared: list[int] = []

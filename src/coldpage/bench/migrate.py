@@ -116,7 +116,7 @@ def _shape_name(segments: Sequence[int]) -> str:
 
 
 def _measure(arena: Arena, segments: tuple[int, ...], options: MigrateOptions) -> _Case:
-    moves = PageMoves(arena, segments, options.path)
+    moves = PageMoves(arena, segments, options.path.codec(arena.device))
     with closing(moves):
         moves.check()
         ours: dict[Direction, list[float]] = {d: [] for d in _DIRECTIONS}
@@ -260,7 +260,7 @@ def _beside_decoding(arena: Arena, options: MigrateOptions, console: Console) ->
         task = progress.add_task("decoding beside moves", total=len(cases))
         load = DecodeLoad(arena.device.name)
         for path, size in cases:
-            moves = PageMoves(arena, (size,), path)
+            moves = PageMoves(arena, (size,), path.codec(arena.device))
             with closing(moves):
                 rows.append(_decode_row(arena, load, moves, size, options.num_repeats))
             progress.advance(task)

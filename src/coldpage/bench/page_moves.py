@@ -1,4 +1,4 @@
-"""Scattered pages through the default codec, as a manager's moves call it."""
+"""Scattered pages through a codec, as a manager's moves call it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from time import perf_counter
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from coldpage.bench.arena import Arena, Direction
-from coldpage.codecs import ConfiguredCodec, LifeCycleDesc, PoolDesc, PoolGroupDesc, take_codec
-from coldpage.device.base import Event, Stream
+from coldpage.codecs import (
+    BufferDesc,
+    ColdPageCodec,
+    ConfiguredCodec,
+    LifeCycleDesc,
+    PoolDesc,
+    PoolGroupDesc,
+    create_default_cold_page_codec,
+    take_codec,
+)
+from coldpage.device.base import Device, Event, Stream
 from coldpage.errors import DeviceError
 from coldpage.migration.codec_calls import MAX_INDEX_BATCH_BYTES, CodecCalls
 from coldpage.types import (
@@ -34,6 +44,7 @@ _CALL_PAGES: Final = MAX_INDEX_BATCH_BYTES // PAGE_INDEX_PAIR.itemsize
 _TURN_BYTES: Final = 64 << 20
 _MIN_TURN_PAGES: Final = 8
 _CHECKED_PAGES: Final = 64
+_MAX_ORDINAL: Final = 2048  # of blocks, for codecs that want to know
 
 
 class MovePath(enum.Enum):
@@ -43,24 +54,34 @@ class MovePath(enum.Enum):
     DRIVER = "driver"  # batches of single copies
     KERNEL = "kernel"  # the device copies pages by index pairs
 
-    def max_kernel_bytes(self, advised_bytes: int) -> int:
-        """Up to which size the device copies pages itself."""
-        return {MovePath.DRIVER: 0, MovePath.KERNEL: 1 << 62}.get(self, advised_bytes)
+    def codec(self, device: Device) -> ColdPageCodec:
+        """A lossless codec that copies so."""
+        max_bytes = {MovePath.DRIVER: 0, MovePath.KERNEL: 1 << 62}
+        return create_default_cold_page_codec(max_bytes.get(self, device.max_page_kernel_bytes))
 
 
 class PageMoves:
-    """Pages of one part a pool, ``segments`` bytes each, at random places on both sides.
+    """Pages of one part a pool, ``segments`` bytes each, at random places on both sides, with
+    ``buffers`` that a codec may want to know.
 
     Offload and onboard never touch the same slots, so they may run at once.
     """
 
-    def __init__(self, arena: Arena, segments: tuple[int, ...], path: MovePath) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        segments: tuple[int, ...],
+        codec: ColdPageCodec,
+        buffers: tuple[BufferDesc, ...] = (),
+    ) -> None:
         self._arena = arena
         page_bytes = sum(segments)
         self.num_pages = arena.num_bytes // page_bytes
         self.num_bytes = self.num_pages * page_bytes
-        codec = take_codec(None, path.max_kernel_bytes(arena.device.max_page_kernel_bytes))
-        self._codec = ConfiguredCodec(codec, [self._describe(segments)])
+        description = self._describe(segments, buffers)
+        self._codec = ConfiguredCodec(take_codec(codec), [description])
+        self._codec.codec.prepare(arena.onboard_stream)
+        self.num_cold_bytes = self.num_pages * self._codec.cold_page_bytes[_LIFE_CYCLE]
         is_kernel = self._codec.locations[_LIFE_CYCLE] is PageIndexLocation.DEVICE
         self.path = MovePath.KERNEL if is_kernel else MovePath.DRIVER
         self._calls = CodecCalls(arena.device, [self._codec])
@@ -70,7 +91,9 @@ class PageMoves:
         )
         self._turn_pages = min(max(_TURN_BYTES // page_bytes, _MIN_TURN_PAGES), _CALL_PAGES)
 
-    def _describe(self, segments: tuple[int, ...]) -> PoolGroupDesc:
+    def _describe(
+        self, segments: tuple[int, ...], buffers: tuple[BufferDesc, ...]
+    ) -> PoolGroupDesc:
         num_slots, address = 2 * self.num_pages, int(self._arena.hot.address)
         pools = []
         for index, size in enumerate(segments):
@@ -78,7 +101,7 @@ class PageMoves:
             address = -(-(address + num_slots * size) // 4096) * 4096
         last = self._arena.hot.address + self._arena.hot.num_bytes
         assert address <= last, "the pools fit the arena"
-        life_cycle = LifeCycleDesc(_LIFE_CYCLE, LayerGroupId(0), PageClass.BODY, ())
+        life_cycle = LifeCycleDesc(_LIFE_CYCLE, LayerGroupId(0), PageClass.BODY, buffers)
         return PoolGroupDesc(PoolGroupIndex(0), num_slots, tuple(pools), (life_cycle,))
 
     # ------------------------------------------------------------------ what is timed
@@ -127,17 +150,19 @@ class PageMoves:
         self._decode(self._hot[n + start : n + stop], self._cold[n + start : n + stop], stream)
 
     def _encode(self, cold: Int32Array, hot: Int32Array, stream: Stream) -> None:
-        base, ordinals = self._arena.cold.address, np.zeros_like(cold)
+        base, ordinals = self._arena.cold.address, cold % _MAX_ORDINAL
         self._calls.encode(self._codec, _LIFE_CYCLE, base, cold, hot, ordinals, stream)
 
     def _decode(self, hot: Int32Array, cold: Int32Array, stream: Stream) -> None:
-        base, ordinals = self._arena.cold.address, np.zeros_like(cold)
+        base, ordinals = self._arena.cold.address, cold % _MAX_ORDINAL
         self._calls.decode(self._codec, _LIFE_CYCLE, base, hot, cold, ordinals, stream)
 
     # ------------------------------------------------------------------ around it
 
     def check(self) -> None:
-        """Bring some pages up and down again, and compare. Raises DeviceError."""
+        """Bring some pages up and down again through a lossless codec, and compare. Raises
+        DeviceError.
+        """
         n, page_bytes = min(self.num_pages, _CHECKED_PAGES), self.num_bytes // self.num_pages
         pages = self._arena.cold.array[: 2 * self.num_bytes].reshape(-1, page_bytes)
         source, target = self._cold[-n:], self._cold[:n]
@@ -151,8 +176,36 @@ class PageMoves:
         if num_wrong:
             raise DeviceError(f"{num_wrong} of {n} pages of {page_bytes} bytes came back changed")
 
+    def error_of(self, page: npt.NDArray[np.uint16]) -> float:
+        """How far a page of bfloat16 numbers comes back from what it was, as a part of its length.
+        The page goes to some slots and back to others.
+        """
+        stream, hot, cold = self._arena.onboard_stream, self._arena.hot, self._arena.cold
+        page_bytes = page.nbytes
+        n = min(self.num_pages, _CHECKED_PAGES)
+        slots, others = self._hot[:n], self._hot[n : 2 * n]
+        for slot in slots.tolist():
+            stream.upload(MemAddress(hot.address + slot * page_bytes), page.view(np.uint8))
+        blobs = self._cold[:n]
+        self._encode(blobs, slots, stream)
+        self._decode(others, blobs, stream)
+        # Over the blobs, which are read by then.
+        to = cold.address + np.arange(n, dtype=np.int64) * page_bytes
+        source = hot.address + others.astype(np.int64) * page_bytes
+        stream.copy(to, source, np.full_like(to, page_bytes))
+        stream.synchronize()
+        restored = cold.array[: n * page_bytes].view(np.uint16).reshape(n, -1)
+        was = _floats(page)
+        errors = [np.linalg.norm(_floats(row) - was) for row in restored]
+        return float(max(errors) / np.linalg.norm(was))
+
     def close(self) -> None:
         """Let go of the codec. Nothing is in flight afterwards."""
         self._arena.synchronize()
         self._calls.close()
         self._codec.codec.close()
+
+
+def _floats(numbers: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Of bfloat16."""
+    return (numbers.astype(np.uint32) << 16).view(np.float32)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
-__all__ = ["attention", "bench", "decode", "disk", "manager", "migrate", "resume"]
+__all__ = ["attention", "bench", "codecs", "decode", "disk", "manager", "migrate", "resume"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 # Wide enough for the tables where the output is a file.
@@ -35,6 +35,7 @@ def bench() -> None:
     \b
     Examples:
       coldpage bench migrate               pages between hot and host memory
+      coldpage bench codecs                pages through each codec, packed
       coldpage bench disk                  pages to disk and back
       coldpage bench resume                a session until its first step may launch
       coldpage bench manager               what the manager costs its thread
@@ -163,6 +164,43 @@ def migrate(
 
 def _segments(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(_sizes(page, "--segments", "+") for page in text.split(","))
+
+
+@bench.command()
+@_common_flags(5)
+@click.option(
+    "--bytes",
+    "total",
+    metavar="SIZE",
+    help="Hot bytes that a direction moves at a time. [default: 1GiB on a GPU, 64MiB elsewhere]",
+)
+@click.option("--codecs", "names", metavar="NAMES", help="Such as int8,turbo4. [default: all]")
+@click.option("--no-decode", is_flag=True, help="Leave out decoding beside moves (GPU only).")
+def codecs(
+    device: str,
+    num_repeats: int,
+    json_path: Path | None,
+    total: str | None,
+    names: str | None,
+    no_decode: bool,
+) -> None:
+    """Pages of an 8B model through each codec, against one contiguous copy of the packed bytes.
+
+    \b
+    Examples:
+      coldpage bench codecs
+      coldpage bench codecs --device cuda --codecs concat,turbo4 --json rows.jsonl
+    """
+    with failures_as_sentences():
+        from coldpage.bench.codecs import CODECS, CodecBenchOptions, run_codecs
+
+        options = CodecBenchOptions(
+            codecs=CODECS if names is None else tuple(names.split(",")),
+            num_bytes=None if total is None else _bytes_of(total, "--bytes"),
+            num_repeats=num_repeats,
+            has_decode=not no_decode,
+        )
+        _measure(device, json_path, "codecs", lambda d, console: run_codecs(d, options, console))
 
 
 @bench.command()
