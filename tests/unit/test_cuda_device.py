@@ -15,13 +15,12 @@ from coldpage.device.copies import CopyList
 from coldpage.device.cuda import CudaDevice
 from coldpage.device.cuda.copies import (
     BATCH_BYTES,
-    KERNEL_MAX_BYTES,
     MIN_BATCH_COPIES,
-    kernel_share,
     split_at,
     split_batches,
 )
 from coldpage.device.cuda.driver import Driver, DriverError
+from coldpage.device.cuda.link import KERNEL_MAX_BYTES, kernel_share
 from coldpage.errors import DeviceError, SubmissionError
 from tests.unit.cuda_rig import MIB, array, opened
 from tests.unit.fake_cuda import FakeCuda
@@ -84,9 +83,33 @@ def test_many_small_copies_are_submitted_bit_by_bit() -> None:
 
 def test_the_kernel_has_what_the_driver_is_slow_at() -> None:
     for is_upload in (True, False):
-        assert kernel_share(4096, is_upload=is_upload).fraction == 1.0
-        assert kernel_share(KERNEL_MAX_BYTES, is_upload=is_upload).fraction < 1.0
-        assert kernel_share(64 * MIB, is_upload=is_upload).fraction == 1.0  # when told to
+        ways = {"is_upload": is_upload, "is_both_ways": False}
+        assert kernel_share(4096, **ways).fraction == 1.0
+        assert kernel_share(KERNEL_MAX_BYTES, **ways).fraction < 1.0
+        assert kernel_share(64 * MIB, **ways).fraction == 1.0  # when told to
+
+
+def test_both_ways_at_once_the_driver_has_what_it_can() -> None:
+    for is_upload in (True, False):
+        one_way = {"is_upload": is_upload, "is_both_ways": False}
+        both_ways = {"is_upload": is_upload, "is_both_ways": True}
+        assert kernel_share(65536, **both_ways) == kernel_share(65536, **one_way)
+        assert kernel_share(KERNEL_MAX_BYTES, **both_ways).fraction == 0.0
+        assert kernel_share(64 * MIB, **both_ways).fraction == 1.0  # when told to
+
+
+def test_traffic_is_busy_until_the_last_pages_have_arrived() -> None:
+    device = CudaDevice(0, driver=Driver(FakeCuda(13000)))
+    stream, traffic = device.create_stream("copies"), device.runtime.traffic
+    assert not traffic.is_busy(is_upload=True) and not traffic.is_busy(is_upload=False)
+    traffic.sent(stream.handle, is_upload=True)
+    assert traffic.is_busy(is_upload=True) and not traffic.is_busy(is_upload=False)
+    stream.synchronize()
+    assert not traffic.is_busy(is_upload=True)
+    traffic.sent(stream.handle, is_upload=True)
+    assert traffic.is_busy(is_upload=True)
+    stream.synchronize()
+    device.close()
 
 
 @pytest.mark.parametrize(("version", "num_arguments"), [(12080, 9), (13000, 8), (13010, 8)])

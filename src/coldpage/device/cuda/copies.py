@@ -1,14 +1,8 @@
-"""How bytes get across the link: batches of the driver, the page kernel, or both.
-
-The driver's copies use the link best when segments are large. Each costs it 0.5 us to submit and a
-pause between two, so small segments are for the kernel; in between both share the pages, and one
-fills the pauses of the other.
-"""
+"""Copies by the driver: cut where registrations end, and submitted in batches."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,10 +13,7 @@ from coldpage.types import Int64Array
 
 __all__ = [
     "BATCH_BYTES",
-    "KERNEL_MAX_BYTES",
     "MIN_BATCH_COPIES",
-    "KernelShare",
-    "kernel_share",
     "split_at",
     "split_batches",
     "submit_copies",
@@ -33,35 +24,6 @@ __all__ = [
 BATCH_BYTES: Final = 16 * 1024 * 1024
 # Fewer copies are not worth a batch, whose own submission costs 10 us.
 MIN_BATCH_COPIES: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShare:
-    """The fraction of the pages that the kernel copies, with so many programs; the driver takes the
-    others meanwhile.
-    """
-
-    num_programs: int
-    fraction: float
-
-
-# Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
-# docs/PERFORMANCE.md. More programs move no more, and take from decoding what they occupy.
-_SHARES: Final = (
-    (48 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
-    (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
-    (192 * 1024, KernelShare(0, 0.0), KernelShare(2, 0.65)),
-)
-KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
-
-
-def kernel_share(segment_bytes: int, *, is_upload: bool) -> KernelShare:
-    """The best found for pages whose smallest part has that size. Pure."""
-    for max_bytes, upload, download in _SHARES:
-        if segment_bytes <= max_bytes:
-            return upload if is_upload else download
-    # Whoever asks for larger pages this way wants the kernel.
-    return _SHARES[0][1] if is_upload else _SHARES[0][2]
 
 
 def split_at(copies: CopyList, boundaries: Int64Array) -> CopyList:

@@ -7,9 +7,9 @@ from typing import Final
 
 from coldpage.device.base import Device, Memory, MemoryKind
 from coldpage.device.cuda.closing import run_all
-from coldpage.device.cuda.copies import KERNEL_MAX_BYTES
 from coldpage.device.cuda.driver import Context, Driver
 from coldpage.device.cuda.events import EventPool
+from coldpage.device.cuda.link import KERNEL_MAX_BYTES, LinkTraffic
 from coldpage.device.cuda.memory import DeviceMemory
 from coldpage.device.cuda.pinned import PinnedMemory, Registrar
 from coldpage.device.cuda.runtime import CudaRuntime
@@ -65,14 +65,15 @@ class CudaDevice(Device):
         self.max_page_kernel_bytes = (
             KERNEL_MAX_BYTES if max_page_kernel_bytes is None else max_page_kernel_bytes
         )
-        context = Context(self.driver, index)
+        context, events = Context(self.driver, index), EventPool(self.driver)
         self.runtime = CudaRuntime(
             index=index,
             driver=self.driver,
             context=context,
-            events=EventPool(self.driver),
+            events=events,
             uploader=Uploader(self.driver),
             registrar=Registrar(self.driver, context),
+            traffic=LinkTraffic(self.driver, events),
         )
         self._progress = Progress()
         self.io: ThreadedIo = ThreadedIo(self._progress, num_io_threads)
@@ -173,6 +174,7 @@ class CudaDevice(Device):
                 *(stream.close for stream in self._streams),
                 self.io.close,
                 *(memory.free for memory in self._memories),
+                runtime.traffic.close,
                 lambda: runtime.events.close(runtime.context),
                 lambda: runtime.uploader.close(runtime.context),
                 runtime.context.release,

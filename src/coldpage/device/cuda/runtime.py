@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from coldpage.device.cuda.driver import Context, Driver
 from coldpage.device.cuda.events import EventPool
+from coldpage.device.cuda.link import LinkTraffic
 from coldpage.device.cuda.pinned import Registrar
 from coldpage.device.cuda.upload import Uploader
 
@@ -22,3 +23,4 @@ class CudaRuntime:
     events: EventPool
     uploader: Uploader
     registrar: Registrar
+    traffic: LinkTraffic

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from coldpage.device.base import Accesses, Event, PageParts, Stream
 from coldpage.device.copies import CopyList, merge_copies, page_copies, run_copies
 from coldpage.device.cuda.closing import run_all
-from coldpage.device.cuda.copies import KernelShare, kernel_share, split_at, submit_copies
+from coldpage.device.cuda.copies import split_at, submit_copies
 from coldpage.device.cuda.driver import LEGACY_STREAMS, DriverError, HostFunction
 from coldpage.device.cuda.events import CudaEvent, HostWork, Timeline
+from coldpage.device.cuda.link import KernelShare, kernel_share
 from coldpage.device.cuda.runtime import CudaRuntime
 from coldpage.errors import ClosedError, SubmissionError
 from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, Int64Array, MemAddress
@@ -112,7 +113,12 @@ class CudaStream(Stream):
 
     def _copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
         is_upload = self._runtime.registrar.is_pinned(MemAddress(int(parts.src_base[0])))
-        share = kernel_share(int(parts.num_bytes.min()), is_upload=is_upload)
+        traffic = self._runtime.traffic
+        share = kernel_share(
+            int(parts.num_bytes.min()),
+            is_upload=is_upload,
+            is_both_ways=traffic.is_busy(is_upload=not is_upload),
+        )
         host = pairs.host
         if host is None:
             share = KernelShare(max(share.num_programs, 1), 1.0)
@@ -132,6 +138,7 @@ class CudaStream(Stream):
         finally:
             if lane != self.handle:
                 self._join(lane)
+        traffic.sent(self.handle, is_upload=is_upload)
 
     def _join(self, lane: int) -> None:
         """Later work comes after what is on the lane, also where that is only a part."""
