@@ -66,7 +66,7 @@ class Calibration:
 
 
 def default_text() -> str:
-    """English prose and Python code, about 9,500 tokens."""
+    """English prose and Python code, about 9,000 tokens."""
     return resources.files("coldpage.engine").joinpath(_DEFAULT_TEXT).read_text("utf-8")
 
 
