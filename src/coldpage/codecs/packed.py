@@ -22,7 +22,7 @@ from coldpage.codecs.base import (
     PoolGroupDesc,
 )
 from coldpage.codecs.model_pages import LayerVectors, ModelPages
-from coldpage.codecs.packed_calls import Direction, GpuPages, PackedCall, prepare_page
+from coldpage.codecs.packed_calls import Direction, GpuTables, PackedCall, prepare_page
 from coldpage.codecs.packed_page import BufferCoding, PackedPage
 from coldpage.device.base import Stream
 from coldpage.errors import CodecError, ConfigurationError, UsageError
@@ -108,7 +108,7 @@ class PackedCodec(ColdPageCodec):
         )
         self._pages: dict[LifeCycleId, PackedPage] = {}
         self._representative: dict[LifeCycleId, LifeCycleId] = {}
-        self._gpu_pages = GpuPages()
+        self._tables = GpuTables()
 
     # ------------------------------------------------------------------ the format
 
@@ -218,7 +218,7 @@ class PackedCodec(ColdPageCodec):
         """Compile for the host, or make the GPU's tables."""
         pages = [page for page in self._distinct_pages() if not page.is_all_copied]
         for page in pages:
-            prepare_page(page, stream, self._gpu_pages)
+            prepare_page(page, stream, self._tables)
 
     def encode(
         self,
@@ -260,11 +260,11 @@ class PackedCodec(ColdPageCodec):
         assert ordinals is None or isinstance(ordinals, DeviceArray), "and so do ordinals"
         if pairs.size:
             call = PackedCall(page, direction, cold_base, pairs, ordinals)
-            call.submit(stream, self._gpu_pages)
+            call.submit(stream, self._tables)
 
     def close(self) -> None:
         """Let go of the GPU's tables."""
-        self._gpu_pages.close()
+        self._tables.close()
 
     def _distinct_pages(self) -> list[PackedPage]:
         return list({id(page): page for page in self._pages.values()}.values())

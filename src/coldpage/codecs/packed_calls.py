@@ -20,14 +20,13 @@ from coldpage.device.copies import page_copies, run_copies
 from coldpage.types import PAGE_INDEX_PAIR, ByteRange, DeviceArray, Int32Array, MemAddress
 
 if TYPE_CHECKING:
-    from coldpage.kernels.cold.gpu import GpuBuffers
+    from coldpage.kernels.cold.gpu_pages import GpuPages
 
-__all__ = ["Direction", "GpuPages", "PackedCall", "prepare_page"]
+__all__ = ["Direction", "GpuTables", "PackedCall", "prepare_page"]
 
 _PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
 _ORDINAL_BYTES: Final = 4
-# Programs that keep the link busy; more would only take from what decodes meanwhile.
-_NUM_PROGRAMS: Final = 32
+# Of parts that are copied beside packed ones, which are few.
 _NUM_COPY_PROGRAMS: Final = 4
 
 
@@ -38,29 +37,24 @@ class Direction(enum.Enum):
     TO_HOT = "decode"
 
 
-class GpuPages:
-    """Tables in a GPU's memory that describe the pages of a codec, made once and kept until it
-    closes.
-    """
+class GpuTables:
+    """What a GPU needs of the pages of a codec, made once and kept until it closes."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[GpuBuffers, ...]] = {}
+        self._pages: dict[int, GpuPages] = {}
 
-    def tables(self, page: PackedPage) -> tuple[GpuBuffers, ...]:
-        """One for each kind of the page's buffers. Those that are new are made on torch's current
-        device, which may wait for its current stream.
-        """
-        found = self._tables.get(id(page))
+    def of(self, page: PackedPage) -> GpuPages:
+        """New ones are made on torch's current device, which may wait for its current stream."""
+        found = self._pages.get(id(page))
         if found is None:
-            from coldpage.kernels.cold.gpu import GpuBuffers
+            from coldpage.kernels.cold.gpu_pages import GpuPages
 
-            found = tuple(GpuBuffers(buffers) for buffers in page.buffers)
-            self._tables[id(page)] = found
+            found = self._pages[id(page)] = GpuPages(page.buffers)
         return found
 
     def close(self) -> None:
         """Free the tables. Nothing may be in flight."""
-        self._tables.clear()
+        self._pages.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +71,12 @@ class PackedCall:
     pairs: DeviceArray
     ordinals: DeviceArray | None
 
-    def submit(self, stream: Stream, gpu_pages: GpuPages) -> None:
+    def submit(self, stream: Stream, tables: GpuTables) -> None:
         """Enqueue everything by one submission. Raises SubmissionError."""
         if self.page.is_all_copied:
             stream.copy_pages(self._copied_parts(), self.pairs)
         elif stream.runs_kernels:
-            stream.launch_kernels(lambda: self._launch_kernels(gpu_pages))
+            stream.launch_kernels(lambda: self._launch_kernels(tables))
         else:
             stream.launch(self.run, reads=self._reads, writes=self._writes)
 
@@ -128,20 +122,11 @@ class PackedCall:
 
     # ------------------------------------------------------------------ on a GPU
 
-    def _launch_kernels(self, gpu_pages: GpuPages) -> None:
-        from coldpage.kernels.cold.gpu import pack_pages_gpu, unpack_pages_gpu
-
-        move = pack_pages_gpu if self._is_to_cold else unpack_pages_gpu
-        for buffers in gpu_pages.tables(self.page):
-            ordinals = None if self.ordinals is None else int(self.ordinals.address)
-            move(
-                buffers,
-                int(self.cold_base),
-                int(self.pairs.address),
-                self.pairs.size,
-                ordinals,
-                _NUM_PROGRAMS,
-            )
+    def _launch_kernels(self, tables: GpuTables) -> None:
+        pages = tables.of(self.page)
+        move = pages.pack if self._is_to_cold else pages.unpack
+        ordinals = None if self.ordinals is None else int(self.ordinals.address)
+        move(int(self.cold_base), int(self.pairs.address), self.pairs.size, ordinals)
         if self.page.has_copied:
             from coldpage.kernels.page_copy import PagePart, copy_part
 
@@ -168,13 +153,13 @@ class PackedCall:
         return self.page.parts_to_hot(self.cold_base)
 
 
-def prepare_page(page: PackedPage, stream: Stream, gpu_pages: GpuPages) -> None:
+def prepare_page(page: PackedPage, stream: Stream, tables: GpuTables) -> None:
     """Do once, for a page of which something is packed, what its first call would else wait for.
     Blocks.
     """
 
     def make_tables() -> None:
-        gpu_pages.tables(page)
+        tables.of(page)
 
     if stream.runs_kernels:
         stream.launch_kernels(make_tables)
