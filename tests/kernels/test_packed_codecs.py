@@ -1,0 +1,228 @@
+"""Codecs that pack, by kernels of a GPU and by the host: each side reads the other's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from coldpage.codecs import BufferDesc, KVShape, NumberType, create_codec
+from coldpage.codecs.packed import PACKED_FORMATS
+from coldpage.device.base import Device
+from coldpage.device.host import HostDevice, HostStream
+from coldpage.kernels.cold.formats import ColdFormat
+from coldpage.testing.codec_rig import CodecRig, ColdArea
+from coldpage.testing.memory_access import write_memory
+from coldpage.types import LifeCycleId
+from tests.conformance.packed_models import (
+    ERRORS,
+    LLAMA,
+    SMOL,
+    Model,
+    contents,
+    numbers_of,
+    relative_error,
+    split_row,
+)
+from tests.kernels.conftest import HAS_GPU
+
+_Bytes = npt.NDArray[np.uint8]
+_Ints = npt.NDArray[np.int64]
+
+PACKING = [name for name, formats in PACKED_FORMATS.items() if formats is not None]
+_PAGES, _SLOTS = [4, 0, 23], [7, 8, 2]
+_ORDINALS = np.array([3, 700, 65_537], np.int32)
+_NUMBER = LifeCycleId(0)
+
+
+class _InterpretingStream(HostStream):
+    """Kernels run when they are launched, after all that is enqueued, and in this process."""
+
+    runs_kernels = True
+
+    def launch_kernels(self, submit: Callable[[], None]) -> None:
+        self.synchronize()
+        submit()
+
+
+class _InterpretingDevice(HostDevice):
+    def create_stream(self, name: str) -> HostStream:
+        stream = _InterpretingStream(name, self._progress)
+        self._streams.append(stream)
+        return stream
+
+
+def _interpreting() -> Device:
+    if HAS_GPU:
+        pytest.skip("kernels are compiled where there is a GPU")
+    return _InterpretingDevice()
+
+
+def _cuda() -> Device:
+    from coldpage.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(_interpreting, id="interpreter"),
+        pytest.param(_cuda, id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def make_rig(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Model, bool], CodecRig]]:
+    """Rigs on a device that runs kernels, or on the host."""
+    rigs: list[CodecRig] = []
+
+    def make(name: str, model: Model, is_on_gpu: bool) -> CodecRig:
+        device = request.param() if is_on_gpu else HostDevice()
+
+        def gaussian(rng: np.random.Generator, num_bytes: int) -> _Bytes:
+            return contents(model.number_type, rng, num_bytes)
+
+        codec = create_codec(name, model.pages())
+        rigs.append(CodecRig(codec, device, [model.hot_group], gaussian, has_sinks=False))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def _small(model: Model) -> Model:
+    """For the interpreter, which takes its time."""
+    return model if HAS_GPU else replace(model, num_layers=1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(SMOL, state_bytes=(33,)),
+        replace(SMOL, number_type=NumberType.F32),
+        LLAMA,
+        Model(1, 256),
+    ],
+    ids=["smollm2", "f32", "llama", "gemma"],
+)
+@pytest.mark.parametrize("name", PACKING)
+def test_each_side_reads_the_others_pages(
+    make_rig: Callable[[str, Model, bool], CodecRig], name: str, model: Model
+) -> None:
+    model = _small(model)
+    gpu, host = make_rig(name, model, True), make_rig(name, model, False)
+    assert gpu.configured.identity == host.configured.identity
+    original = host.load(_NUMBER, _SLOTS)
+    gpu.store(_NUMBER, _SLOTS, original)
+    areas = [_encode(rig) for rig in (gpu, host)]
+    blobs = [area.pages[_PAGES].copy() for area in areas]
+    for page in zip(*blobs, original, strict=True):
+        _check_blobs(*page, name, model, gpu.life_cycles[0].buffers)
+    for rig, area, others in ((gpu, areas[0], blobs[1]), (host, areas[1], blobs[0])):
+        own = _decode(rig, area)
+        area.pages[_PAGES] = others
+        theirs = _decode(rig, area)
+        for was, mine, their in zip(original, own, theirs, strict=True):
+            _check_restored(was, mine, their, name, model, rig.life_cycles[0].buffers)
+
+
+def _encode(rig: CodecRig) -> ColdArea:
+    area = rig.new_area(_NUMBER)
+    rig.encode(_NUMBER, area, _PAGES, _SLOTS, _ORDINALS)
+    rig.finish()
+    return area
+
+
+def _decode(rig: CodecRig, area: ColdArea) -> _Bytes:
+    for memory in rig.pools[0]:
+        write_memory(rig.device, memory, np.zeros(memory.num_bytes, np.uint8))
+    rig.decode(_NUMBER, area, [9, 10, 11], _PAGES, _ORDINALS)
+    rig.finish()
+    return rig.load(_NUMBER, [9, 10, 11])
+
+
+def _check_blobs(
+    ours: _Bytes,
+    theirs: _Bytes,
+    row: _Bytes,
+    name: str,
+    model: Model,
+    buffers: tuple[BufferDesc, ...],
+) -> None:
+    """The same container: copied bytes and padding alike, parameters to the last bit, codes within
+    one step.
+    """
+    start, shape = 0, model.shape
+    for buffer in buffers:
+        cold_format = _format_of(name, buffer)
+        if cold_format is None:
+            continue
+        stop = start + cold_format.buffer_bytes(shape)
+        pair = [blob[start:stop] for blob in (ours, theirs)]
+        codes = [_levels(packed, cold_format, shape) for packed in pair]
+        assert abs(codes[0] - codes[1]).max() <= 1
+        assert np.mean(codes[0] == codes[1]) > 0.99
+        begin = cold_format.code_bytes(shape)
+        end = begin + 2 * cold_format.num_parameters(shape)
+        if cold_format is not ColdFormat.INT4_BLOCK:
+            parameters = [packed[begin:end].copy().view(np.int16).astype(int) for packed in pair]
+            assert abs(parameters[0] - parameters[1]).max() <= 2
+        assert np.array_equal(pair[0][end:], pair[1][end:])
+        start = stop
+    assert np.array_equal(ours[start:], theirs[start:])
+
+
+def _format_of(name: str, buffer: BufferDesc) -> ColdFormat | None:
+    formats, role = PACKED_FORMATS[name], buffer.buffer_id.role
+    assert formats is not None
+    if role not in ("key", "value"):
+        return None
+    return formats.key if role == "key" else formats.value
+
+
+def _levels(packed: _Bytes, cold_format: ColdFormat, shape: KVShape) -> _Ints:
+    """Codes as whole numbers in the order of what they stand for."""
+    codes = packed[: cold_format.code_bytes(shape)].reshape(
+        -1, shape.head_dim * cold_format.bits // 8
+    )
+    if cold_format is ColdFormat.INT8:
+        return codes.view(np.int8).astype(np.int64)
+    if cold_format is ColdFormat.FP8:
+        return _signed(codes.astype(np.int64), 128)
+    if cold_format is ColdFormat.TURBO3:
+        low, high = np.split(codes, [shape.head_dim // 4], axis=1)
+        parts = [np.hstack([low >> (2 * j) & 3 for j in range(4)])]
+        parts.append(np.hstack([high >> j & 1 for j in range(8)]))
+        return _signed((parts[0] | parts[1] << 2).astype(np.int64), 4)
+    nibbles = np.hstack([codes & 15, codes >> 4]).astype(np.int64)
+    return _signed(nibbles, 8) if cold_format is ColdFormat.TURBO4 else nibbles
+
+
+def _signed(codes: _Ints, sign_bit: int) -> _Ints:
+    """Zero and minus zero are one level in fp8, and two in the codebooks."""
+    magnitudes = codes & (sign_bit - 1)
+    negative = -magnitudes if sign_bit == 128 else -1 - magnitudes
+    return np.where(codes & sign_bit, negative, magnitudes)
+
+
+def _check_restored(
+    was: _Bytes,
+    own: _Bytes,
+    others: _Bytes,
+    name: str,
+    model: Model,
+    buffers: tuple[BufferDesc, ...],
+) -> None:
+    rows = (split_row(row, model.hot_group, buffers) for row in (was, own, others))
+    for buffer, *found in zip(buffers, *rows, strict=True):
+        cold_format = _format_of(name, buffer)
+        if cold_format is None:
+            assert np.array_equal(found[0], found[1])
+            assert np.array_equal(found[0], found[2])
+            continue
+        numbers = [numbers_of(raw, model.shape) for raw in found]
+        for restored in numbers[1:]:
+            assert relative_error(numbers[0], restored) < ERRORS[cold_format]
+        assert relative_error(numbers[1], numbers[2]) < ERRORS[cold_format] / 4
