@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from coldpage.kernels.cold.cpu_compile import carray, compiled, pointer_to
 from coldpage.kernels.cold.formats import NumberType
-from coldpage.kernels.cold.numbers import F16_MAX, RADIANS_PER_STEP
+from coldpage.kernels.cold.numbers import F16_MAX, LARGEST_HOT, RADIANS_PER_STEP
 
 __all__ = [
     "NUMBER_KINDS",
@@ -28,7 +28,7 @@ __all__ = [
     "store_numbers",
 ]
 
-FloatArray = npt.NDArray[np.float32]
+_FloatArray = npt.NDArray[np.float32]
 
 NUMBER_KINDS: Final = {NumberType.BF16: 0, NumberType.F16: 1, NumberType.F32: 2}
 """Numbers of the types of hot pages, as compiled functions know them."""
@@ -37,7 +37,7 @@ _F = np.float32
 _I = np.int32
 _MAGNITUDE_BITS = _I(0x7FFFFFFF)
 _SIGN_BIT = _I(-(2**31))
-_TOO_LARGE = _I((127 + 60) << 23)  # 2**60, as bits
+_LARGEST_BITS = _I(np.float32(LARGEST_HOT).view(np.int32))
 
 # f16 has exponents from 2**-14 on, f32 counts them from 2**-127.
 _F16_EXPONENTS = _I((127 - 15) << 23)
@@ -68,7 +68,7 @@ def _floats_at(address: int, num_floats: int) -> Any:
 
 
 @compiled
-def load_numbers(address: int, kind: int, x: FloatArray) -> None:
+def load_numbers(address: int, kind: int, x: _FloatArray) -> None:
     """Fill ``x`` [n] with the hot numbers of one of NUMBER_KINDS at ``address``."""
     if kind == 0:
         _load_bf16(address, x)
@@ -80,18 +80,18 @@ def load_numbers(address: int, kind: int, x: FloatArray) -> None:
 
 @compiled
 def _clean(bits: Any) -> Any:
-    return bits if (bits & _MAGNITUDE_BITS) <= _TOO_LARGE else _I(0)
+    return bits if (bits & _MAGNITUDE_BITS) <= _LARGEST_BITS else _I(0)
 
 
 @compiled
-def _load_bf16(address: int, x: FloatArray) -> None:
+def _load_bf16(address: int, x: _FloatArray) -> None:
     numbers, bits = halves_at(address, x.size), x.view(np.int32)
     for i in range(x.size):
         bits[i] = _clean(_I(_I(numbers[i]) << _I(16)))
 
 
 @compiled
-def _load_f16(address: int, x: FloatArray) -> None:
+def _load_f16(address: int, x: _FloatArray) -> None:
     numbers, bits = halves_at(address, x.size), x.view(np.int32)
     for i in range(x.size):
         number = _I(numbers[i])
@@ -102,14 +102,14 @@ def _load_f16(address: int, x: FloatArray) -> None:
 
 
 @compiled
-def _load_f32(address: int, x: FloatArray) -> None:
+def _load_f32(address: int, x: _FloatArray) -> None:
     numbers, bits = _floats_at(address, x.size).view(np.int32), x.view(np.int32)
     for i in range(x.size):
         bits[i] = _clean(numbers[i])
 
 
 @compiled
-def store_numbers(x: FloatArray, address: int, kind: int) -> None:
+def store_numbers(x: _FloatArray, address: int, kind: int) -> None:
     """The inverse: round ``x`` [n] to nearest even, f16 to its largest at most."""
     if kind == 0:
         _store_bf16(x, address)
@@ -122,7 +122,7 @@ def store_numbers(x: FloatArray, address: int, kind: int) -> None:
 
 
 @compiled
-def _store_bf16(x: FloatArray, address: int) -> None:
+def _store_bf16(x: _FloatArray, address: int) -> None:
     numbers, bits = halves_at(address, x.size), x.view(np.int32)
     for i in range(x.size):
         number = bits[i]
@@ -131,7 +131,7 @@ def _store_bf16(x: FloatArray, address: int) -> None:
 
 
 @compiled
-def _store_f16(x: FloatArray, address: int) -> None:
+def _store_f16(x: _FloatArray, address: int) -> None:
     numbers, bits = halves_at(address, x.size), x.view(np.int32)
     for i in range(x.size):
         size = f16_nearest(min(np.abs(x[i]), _F16_MAX))

@@ -29,8 +29,8 @@ __all__ = [
     "subtract_and_scale",
 ]
 
-Row = npt.NDArray[np.float32]
-Codes = npt.NDArray[np.uint8]
+_Row = npt.NDArray[np.float32]
+_Codes = npt.NDArray[np.uint8]
 
 _F = np.float32
 _I = np.int32
@@ -53,7 +53,7 @@ def inverse(number: Any) -> Any:
 
 
 @compiled
-def largest_size(row: Row) -> Any:
+def largest_size(row: _Row) -> Any:
     """The largest magnitude. As bits, since the maximum of whole numbers is one in any order."""
     bits = row.view(np.int32)
     largest = _I(0)
@@ -63,7 +63,7 @@ def largest_size(row: Row) -> Any:
 
 
 @compiled
-def smallest_and_largest(row: Row) -> Any:
+def smallest_and_largest(row: _Row) -> Any:
     """A pair."""
     smallest = largest = row[0]
     for i in range(row.size):
@@ -73,21 +73,21 @@ def smallest_and_largest(row: Row) -> Any:
 
 
 @compiled
-def scale_and_add(row: Row, factor: Any, addend: Any) -> None:
+def scale_and_add(row: _Row, factor: Any, addend: Any) -> None:
     """``row = row * factor + addend``."""
     for i in range(row.size):
         row[i] = row[i] * factor + addend
 
 
 @compiled
-def subtract_and_scale(row: Row, subtrahend: Any, factor: Any) -> None:
+def subtract_and_scale(row: _Row, subtrahend: Any, factor: Any) -> None:
     """``row = (row - subtrahend) * factor``."""
     for i in range(row.size):
         row[i] = (row[i] - subtrahend) * factor
 
 
 @compiled
-def int8_codes(row: Row, inverse_scale: Any, codes: Codes) -> None:
+def int8_codes(row: _Row, inverse_scale: Any, codes: _Codes) -> None:
     """Nearest whole numbers from -127 to 127."""
     for i in range(row.size):
         number = min(max(row[i] * inverse_scale, _F(-127)), _F(127))
@@ -95,7 +95,7 @@ def int8_codes(row: Row, inverse_scale: Any, codes: Codes) -> None:
 
 
 @compiled
-def int8_numbers(codes: Codes, scale: Any, row: Row) -> None:
+def int8_numbers(codes: _Codes, scale: Any, row: _Row) -> None:
     """The inverse."""
     signed = codes.view(np.int8)
     for i in range(row.size):
@@ -103,7 +103,7 @@ def int8_numbers(codes: Codes, scale: Any, row: Row) -> None:
 
 
 @compiled
-def fp8_codes(row: Row, inverse_scale: Any, codes: Codes) -> None:
+def fp8_codes(row: _Row, inverse_scale: Any, codes: _Codes) -> None:
     """Nearest e4m3 numbers."""
     for i in range(row.size):
         size = min(np.abs(row[i] * inverse_scale), _FP8_MAX)
@@ -117,7 +117,7 @@ def fp8_codes(row: Row, inverse_scale: Any, codes: Codes) -> None:
 
 
 @compiled
-def fp8_numbers(codes: Codes, scale: Any, row: Row) -> None:
+def fp8_numbers(codes: _Codes, scale: Any, row: _Row) -> None:
     """The inverse. Both NaN codes, which are never written, give 480."""
     for i in range(row.size):
         size = _I(codes[i]) & _I(0x7F)
@@ -134,7 +134,7 @@ def _level(number: Any) -> Any:
 
 
 @compiled
-def nibbles_of(row: Row, codes: Codes) -> None:
+def nibbles_of(row: _Row, codes: _Codes) -> None:
     """Nearest whole numbers from 0 to 15, two a byte."""
     low, high = row[: codes.size], row[codes.size :]
     for i in range(codes.size):
@@ -142,7 +142,7 @@ def nibbles_of(row: Row, codes: Codes) -> None:
 
 
 @compiled
-def levels_of(codes: Codes, row: Row) -> None:
+def levels_of(codes: _Codes, row: _Row) -> None:
     """The inverse."""
     low, high = row[: codes.size], row[codes.size :]
     for i in range(codes.size):

@@ -65,9 +65,9 @@ __all__ = [
     "unpack_turbo4",
 ]
 
-Numbers = npt.NDArray[np.float32]
-Codes = npt.NDArray[np.uint8]
-Parameters = npt.NDArray[np.uint16]
+_Numbers = npt.NDArray[np.float32]
+_Codes = npt.NDArray[np.uint8]
+_Parameters = npt.NDArray[np.uint16]
 
 _F = np.float32
 _I = np.int32
@@ -80,9 +80,9 @@ class Workbench(NamedTuple):
     """Made once for many tiles."""
 
     group: int  # numbers, or tokens, that share parameters
-    signs: Numbers  # [group] of rotated formats
-    rows: Numbers  # [2, head_dim], overwritten
-    codes: Codes  # [head_dim], overwritten
+    signs: _Numbers  # [group] of rotated formats
+    rows: _Numbers  # [2, head_dim], overwritten
+    codes: _Codes  # [head_dim], overwritten
 
 
 @compiled
@@ -93,7 +93,7 @@ def _stored(parameter: Any) -> Any:
 
 
 @compiled
-def pack_int8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_int8(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Whole numbers of a step that each vector has."""
     for v in range(x.shape[0]):
         scale = f16_above(largest_size(x[v]) * _PER_127)
@@ -102,14 +102,14 @@ def pack_int8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench
 
 
 @compiled
-def unpack_int8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_int8(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """The inverse of ``pack_int8``."""
     for v in range(x.shape[0]):
         int8_numbers(codes[v], _stored(parameters[v]), x[v])
 
 
 @compiled
-def pack_fp8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_fp8(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Small floats, in units that each vector has."""
     for v in range(x.shape[0]):
         scale = f16_above(largest_size(x[v]) * _PER_448)
@@ -118,14 +118,14 @@ def pack_fp8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench)
 
 
 @compiled
-def unpack_fp8(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_fp8(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """The inverse of ``pack_fp8``."""
     for v in range(x.shape[0]):
         fp8_numbers(codes[v], _stored(parameters[v]), x[v])
 
 
 @compiled
-def pack_int4_token(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_int4_token(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Four bits a number, between limits that each group of a vector has."""
     place = 0
     for v in range(x.shape[0]):
@@ -143,7 +143,9 @@ def pack_int4_token(x: Numbers, codes: Codes, parameters: Parameters, bench: Wor
 
 
 @compiled
-def unpack_int4_token(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_int4_token(
+    x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench
+) -> None:
     """The inverse of ``pack_int4_token``."""
     place = 0
     for v in range(x.shape[0]):
@@ -155,7 +157,9 @@ def unpack_int4_token(x: Numbers, codes: Codes, parameters: Parameters, bench: W
 
 
 @compiled
-def pack_int4_channel(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_int4_channel(
+    x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench
+) -> None:
     """Four bits a number, between limits that each channel of a group of tokens has."""
     head_dim = x.shape[1]
     for first in range(0, x.shape[0], bench.group):
@@ -170,7 +174,7 @@ def pack_int4_channel(x: Numbers, codes: Codes, parameters: Parameters, bench: W
 
 
 @compiled
-def _limits_of_channels(x: Numbers, smallest: Numbers, largest: Numbers) -> None:
+def _limits_of_channels(x: _Numbers, smallest: _Numbers, largest: _Numbers) -> None:
     for i in range(smallest.size):
         smallest[i] = largest[i] = x[0, i]
     for v in range(x.shape[0]):
@@ -181,7 +185,7 @@ def _limits_of_channels(x: Numbers, smallest: Numbers, largest: Numbers) -> None
 
 
 @compiled
-def _channel_parameters(smallest: Numbers, largest: Numbers, parameters: Parameters) -> None:
+def _channel_parameters(smallest: _Numbers, largest: _Numbers, parameters: _Parameters) -> None:
     """Store scales and minima, and make of the limits what to subtract and to multiply by."""
     for i in range(smallest.size):
         minimum_bits = f16_below(smallest[i])
@@ -194,19 +198,21 @@ def _channel_parameters(smallest: Numbers, largest: Numbers, parameters: Paramet
 
 
 @compiled
-def _subtract_and_scale_channels(row: Numbers, minima: Numbers, factors: Numbers) -> None:
+def _subtract_and_scale_channels(row: _Numbers, minima: _Numbers, factors: _Numbers) -> None:
     for i in range(row.size):
         row[i] = (row[i] - minima[i]) * factors[i]
 
 
 @compiled
-def _scale_and_add_channels(row: Numbers, factors: Numbers, addends: Numbers) -> None:
+def _scale_and_add_channels(row: _Numbers, factors: _Numbers, addends: _Numbers) -> None:
     for i in range(row.size):
         row[i] = row[i] * factors[i] + addends[i]
 
 
 @compiled
-def unpack_int4_channel(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_int4_channel(
+    x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench
+) -> None:
     """The inverse of ``pack_int4_channel``."""
     head_dim = x.shape[1]
     scales, minima = bench.rows[0], bench.rows[1]
@@ -221,7 +227,7 @@ def unpack_int4_channel(x: Numbers, codes: Codes, parameters: Parameters, bench:
 
 
 @compiled
-def _rotate(row: Numbers, bench: Workbench, rotated: Numbers) -> Any:
+def _rotate(row: _Numbers, bench: Workbench, rotated: _Numbers) -> Any:
     """Fill ``rotated`` with a root mean square of 1, or zeros; returns the row's length squared.
     The row is overwritten."""
     squared = length_squared(row)
@@ -231,7 +237,7 @@ def _rotate(row: Numbers, bench: Workbench, rotated: Numbers) -> Any:
 
 
 @compiled
-def _rotate_back(row: Numbers, norm: Any, bench: Workbench, result: Numbers) -> None:
+def _rotate_back(row: _Numbers, norm: Any, bench: Workbench, result: _Numbers) -> None:
     """The row is overwritten."""
     hadamard_transform(row, bench.rows[1, : row.size], result)
     multiply(result, bench.signs, norm * inverse(np.sqrt(_F(row.size))), result)
@@ -244,7 +250,7 @@ def _stored_norm(squared: Any, code_squares: Any) -> Any:
 
 
 @compiled
-def pack_turbo4(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_turbo4(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Rotated, four bits a number."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
@@ -257,7 +263,7 @@ def pack_turbo4(x: Numbers, codes: Codes, parameters: Parameters, bench: Workben
 
 
 @compiled
-def unpack_turbo4(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_turbo4(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """The inverse of ``pack_turbo4``."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
@@ -270,7 +276,7 @@ def unpack_turbo4(x: Numbers, codes: Codes, parameters: Parameters, bench: Workb
 
 
 @compiled
-def pack_turbo3(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Rotated, three bits a number."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
@@ -284,7 +290,7 @@ def pack_turbo3(x: Numbers, codes: Codes, parameters: Parameters, bench: Workben
 
 
 @compiled
-def unpack_turbo3(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """The inverse of ``pack_turbo3``."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
@@ -297,7 +303,7 @@ def unpack_turbo3(x: Numbers, codes: Codes, parameters: Parameters, bench: Workb
 
 
 @compiled
-def pack_int4_block(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def pack_int4_block(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
     """Four bits a number of a step that the whole buffer has."""
     largest = _ZERO
     for v in range(x.shape[0]):
@@ -313,7 +319,9 @@ def pack_int4_block(x: Numbers, codes: Codes, parameters: Parameters, bench: Wor
 
 
 @compiled
-def unpack_int4_block(x: Numbers, codes: Codes, parameters: Parameters, bench: Workbench) -> None:
+def unpack_int4_block(
+    x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench
+) -> None:
     """The inverse of ``pack_int4_block``."""
     scale = _I(_I(parameters[0]) | _I(_I(parameters[1]) << _I(16))).view(np.float32)
     for v in range(x.shape[0]):

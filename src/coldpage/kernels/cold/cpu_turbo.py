@@ -24,8 +24,8 @@ __all__ = [
     "turbo4_squares",
 ]
 
-Row = npt.NDArray[np.float32]
-Codes = npt.NDArray[np.uint8]
+_Row = npt.NDArray[np.float32]
+_Codes = npt.NDArray[np.uint8]
 
 _F = np.float32
 _I = np.int32
@@ -37,7 +37,7 @@ _N0, _N1, _N2, _N3 = (_F(m) for m in MAGNITUDES[ColdFormat.TURBO3])
 
 
 @compiled
-def length_squared(row: Row) -> Any:
+def length_squared(row: _Row) -> Any:
     """The sum of squares."""
     total = _ZERO
     for i in range(row.size):
@@ -46,14 +46,14 @@ def length_squared(row: Row) -> Any:
 
 
 @compiled
-def multiply(row: Row, factors: Row, factor: Any, products: Row) -> None:
+def multiply(row: _Row, factors: _Row, factor: Any, products: _Row) -> None:
     """``products = row * factors * factor``."""
     for i in range(row.size):
         products[i] = row[i] * factors[i] * factor
 
 
 @compiled
-def hadamard_transform(row: Row, spare: Row, product: Row) -> None:
+def hadamard_transform(row: _Row, spare: _Row, product: _Row) -> None:
     """``product = row @ hadamard``, for 64 or 128 numbers; ``row`` and ``spare`` are overwritten.
 
     Every step takes sums and differences of neighbours to the two halves of its result, which
@@ -79,7 +79,7 @@ def hadamard_transform(row: Row, spare: Row, product: Row) -> None:
 
 
 @compiled
-def _half_step(row: Row, result: Row, half: int) -> None:
+def _half_step(row: _Row, result: _Row, half: int) -> None:
     sums, differences = result[:half], result[half:]
     for i in range(half):
         a, b = row[2 * i], row[2 * i + 1]
@@ -96,7 +96,7 @@ def _turbo4_code(number: Any) -> Any:
 
 
 @compiled
-def turbo4_nibbles(row: Row, codes: Codes) -> None:
+def turbo4_nibbles(row: _Row, codes: _Codes) -> None:
     """Codes of rotated numbers with a root mean square of 1, two a byte."""
     low, high = row[: codes.size], row[codes.size :]
     for i in range(codes.size):
@@ -104,7 +104,7 @@ def turbo4_nibbles(row: Row, codes: Codes) -> None:
 
 
 @compiled
-def turbo4_squares(row: Row) -> Any:
+def turbo4_squares(row: _Row) -> Any:
     """The sum of the squares of the numbers that the codes of these stand for."""
     total = _ZERO
     for i in range(row.size):
@@ -130,7 +130,7 @@ def _turbo4_number(code: Any) -> Any:
 
 
 @compiled
-def turbo4_numbers(codes: Codes, row: Row) -> None:
+def turbo4_numbers(codes: _Codes, row: _Row) -> None:
     """What the codes stand for."""
     low, high = row[: codes.size], row[codes.size :]
     for i in range(codes.size):
@@ -140,7 +140,7 @@ def turbo4_numbers(codes: Codes, row: Row) -> None:
 
 
 @compiled
-def turbo3_codes_of(row: Row, codes: Codes) -> None:
+def turbo3_codes_of(row: _Row, codes: _Codes) -> None:
     """Codes of rotated numbers with a root mean square of 1, one a byte."""
     for i in range(row.size):
         size = np.abs(row[i])
@@ -149,7 +149,7 @@ def turbo3_codes_of(row: Row, codes: Codes) -> None:
 
 
 @compiled
-def turbo3_squares(row: Row) -> Any:
+def turbo3_squares(row: _Row) -> Any:
     """The sum of the squares of the numbers that the codes of these stand for."""
     total = _ZERO
     for i in range(row.size):
@@ -162,7 +162,7 @@ def turbo3_squares(row: Row) -> Any:
 
 
 @compiled
-def turbo3_bits(codes: Codes, packed: Codes) -> None:
+def turbo3_bits(codes: _Codes, packed: _Codes) -> None:
     """Codes [head_dim] as they are stored [head_dim * 3 / 8]."""
     quarter, eighth = codes.size // 4, codes.size // 8
     low, high = packed[:quarter], packed[quarter:]
@@ -180,7 +180,7 @@ def turbo3_bits(codes: Codes, packed: Codes) -> None:
 
 
 @compiled
-def turbo3_numbers(packed: Codes, row: Row) -> None:
+def turbo3_numbers(packed: _Codes, row: _Row) -> None:
     """What stored codes stand for."""
     quarter, eighth = row.size // 4, row.size // 8
     low, high = packed[:quarter], packed[quarter:]

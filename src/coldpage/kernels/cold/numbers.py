@@ -19,6 +19,7 @@ from coldpage.kernels.cold.formats import ColdFormat
 __all__ = [
     "F16_MAX",
     "FP8_MAX",
+    "LARGEST_HOT",
     "MAGNITUDES",
     "NUMBERS_VERSION",
     "RADIANS_PER_STEP",
@@ -28,7 +29,7 @@ __all__ = [
     "signs",
 ]
 
-FloatArray = npt.NDArray[np.float32]
+_FloatArray = npt.NDArray[np.float32]
 
 NUMBERS_VERSION: Final = 1
 """Part of a codec's identity."""
@@ -36,6 +37,9 @@ NUMBERS_VERSION: Final = 1
 F16_MAX: Final = 65504.0
 FP8_MAX: Final = 448.0
 """The largest e4m3 number (of the kind without infinities)."""
+
+LARGEST_HOT: Final = 2.0**60
+"""Hot numbers beyond count as 0, as NaN and infinity do: no sum of squares is infinite then."""
 
 RADIANS_PER_STEP: Final = 2.0 * np.pi / 2.0**32
 """Phases are whole steps of this size."""
@@ -67,7 +71,7 @@ _SIGNS_SEED: Final = b"coldpage turbo4 signs"
 
 
 @lru_cache(maxsize=8)
-def signs(group: int) -> FloatArray:
+def signs(group: int) -> _FloatArray:
     """The fixed signs of a group's numbers, +-1.0 f32 [group], not to be written to."""
     digest = np.frombuffer(hashlib.sha256(_SIGNS_SEED).digest(), np.uint8)
     assert 0 < group <= digest.size * 8
@@ -77,7 +81,7 @@ def signs(group: int) -> FloatArray:
 
 
 @lru_cache(maxsize=8)
-def hadamard(group: int) -> FloatArray:
+def hadamard(group: int) -> _FloatArray:
     """Sylvester's matrix, +-1.0 f32 [group, group], not to be written to. It is symmetric, and its
     product with itself is ``group`` times the identity."""
     assert group > 0 and group & (group - 1) == 0

@@ -1,8 +1,8 @@
 """The packed formats in plain numpy, one buffer at a time: what tests hold the fast ones against.
 
-Arithmetic is in f64, parameters are rounded to what is stored. A hot number that is NaN or infinite
-counts as 0. Rotated numbers are orthonormally rotated: a norm is the group's length over that of
-its codes' numbers, about the root mean square of the group.
+Arithmetic is in f64, parameters are rounded to what is stored. A hot number that is NaN or beyond
+2**60 counts as 0. Rotations keep lengths: a norm is the group's length over that of its codes'
+numbers, about the root mean square of the group.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from coldpage.kernels.cold.formats import ColdFormat, KVShape
 from coldpage.kernels.cold.numbers import (
     F16_MAX,
     FP8_MAX,
+    LARGEST_HOT,
     MAGNITUDES,
     RADIANS_PER_STEP,
     THRESHOLDS,
@@ -44,7 +45,7 @@ def pack_buffer(
 
     ``frequencies`` are the buffer's [head_dim / 2], ``means`` [kv_heads, head_dim]. Pure.
     """
-    numbers = np.where(np.isfinite(x), x, 0.0).astype(np.float64)
+    numbers = np.where(np.abs(x) <= LARGEST_HOT, x, 0.0).astype(np.float64)
     if frequencies is not None:
         numbers = _turned(numbers, -_phases(frequencies, block_ordinal, shape))
     if means is not None:
