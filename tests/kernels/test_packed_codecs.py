@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from coldpage.codecs import BufferDesc, KVShape, NumberType, create_codec
+from coldpage.codecs import BufferDesc, KVShape, NumberType, PackedCodec
 from coldpage.codecs.packed import PACKED_FORMATS
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice, HostStream
 from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.testing.codec_rig import CodecRig, ColdArea
 from coldpage.testing.memory_access import write_memory
+from coldpage.testing.watched_stream import WatchedStream
 from coldpage.types import LifeCycleId
 from tests.conformance.packed_models import (
     ERRORS,
@@ -83,7 +84,7 @@ def make_rig(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Model, b
         def gaussian(rng: np.random.Generator, num_bytes: int) -> _Bytes:
             return contents(model.number_type, rng, num_bytes)
 
-        codec = create_codec(name, model.pages())
+        codec = PackedCodec(name, model.pages(), check_interval_pages=2)
         rigs.append(CodecRig(codec, device, [model.hot_group], gaussian, has_sinks=False))
         return rigs[-1]
 
@@ -128,10 +129,39 @@ def test_each_side_reads_the_others_pages(
             _check_restored(was, mine, their, name, model, rig.life_cycles[0].buffers)
 
 
-def _encode(rig: CodecRig) -> ColdArea:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of infinite numbers
+@pytest.mark.parametrize("name", ["k8v4", "turbo3"])
+def test_both_sides_measure_the_same_errors(
+    make_rig: Callable[[str, Model, bool], CodecRig], name: str
+) -> None:
+    model = _small(SMOL)
+    gpu, host = make_rig(name, model, True), make_rig(name, model, False)
+    original = host.load(_NUMBER, _SLOTS)
+    original[2, 0:2] = np.array([np.inf], np.float32).view(np.uint8)[2:]
+    gpu.store(_NUMBER, _SLOTS, original)
+    host.store(_NUMBER, _SLOTS, original)
+    other = gpu.new_stream()
+    for rig, stream in ((gpu, gpu.stream), (host, None)):
+        _encode(rig, stream)
+    area = gpu.new_area(_NUMBER)
+    gpu.encode(_NUMBER, area, _PAGES, _SLOTS, _ORDINALS, other)
+    gpu.encode(_NUMBER, area, [5], [8], _ORDINALS[:1])
+    gpu.finish(other)
+    gpu.finish()
+    (found,), (wanted,) = (rig.configured.codec.measured_errors() for rig in (gpu, host))
+    assert (wanted.num_samples, wanted.num_not_finite) == (2, 1)
+    # Of pages 0 to 2, 3 to 5 and 6 those with even numbers: slots 7, 2, 8 and 8.
+    assert (found.num_samples, found.num_not_finite) == (4, 1)
+    assert 0 < wanted.max_error == wanted.last_error
+    assert found.max_error == pytest.approx(wanted.max_error, rel=0.1)
+    _encode(gpu, other)
+    assert gpu.configured.codec.measured_errors()[0].num_samples == 5
+
+
+def _encode(rig: CodecRig, stream: WatchedStream | None = None) -> ColdArea:
     area = rig.new_area(_NUMBER)
-    rig.encode(_NUMBER, area, _PAGES, _SLOTS, _ORDINALS)
-    rig.finish()
+    rig.encode(_NUMBER, area, _PAGES, _SLOTS, _ORDINALS, stream)
+    rig.finish(stream)
     return area
 
 

@@ -5,6 +5,7 @@ name, and what a manager keeps of one.
 from coldpage.codecs.base import (
     BlockOrdinals,
     BufferDesc,
+    CodecErrors,
     ColdPageCodec,
     LifeCycleDesc,
     PageIndexPairs,
@@ -22,6 +23,7 @@ from coldpage.kernels.cold.formats import KVShape, NumberType
 __all__ = [
     "BlockOrdinals",
     "BufferDesc",
+    "CodecErrors",
     "ColdPageCodec",
     "ConfiguredCodec",
     "KVShape",

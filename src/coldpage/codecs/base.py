@@ -30,6 +30,7 @@ from coldpage.types import (
 __all__ = [
     "BlockOrdinals",
     "BufferDesc",
+    "CodecErrors",
     "ColdPageCodec",
     "LifeCycleDesc",
     "PageIndexPairs",
@@ -88,6 +89,20 @@ class PoolGroupDesc:
     num_slots: int
     pools: tuple[PoolDesc, ...]
     life_cycles: tuple[LifeCycleDesc, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodecErrors:
+    """What pages of a layer group lost, of those that were decoded again as a check. An error is
+    the length of the difference over the length of what was encoded.
+    """
+
+    layer_group_id: LayerGroupId
+    num_samples: int
+    num_not_finite: int  # samples without a number for an error, which only these two count
+    mean_error: float
+    max_error: float
+    last_error: float
 
 
 class ColdPageCodec(abc.ABC):
@@ -172,6 +187,12 @@ class ColdPageCodec(abc.ABC):
         """Enqueue cold -> hot for each pair ``(dst, src)``: the cold page at ``src_base + src *
         cold_page_bytes`` becomes hot slot ``dst``. Contract as ``encode``.
         """
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        """By layer group what a sample of encodes has lost, as far as it is known by now. Empty
+        for a codec that does not check.
+        """
+        return ()
 
     def close(self) -> None:  # noqa: B027 -- most codecs hold nothing
         """Let go of everything. Called once: when the manager closes, or could not be built."""

@@ -15,14 +15,22 @@ from typing import Final
 from coldpage.codecs.base import (
     BlockOrdinals,
     BufferDesc,
+    CodecErrors,
     ColdPageCodec,
     LifeCycleDesc,
     PageIndices,
     PoolDesc,
     PoolGroupDesc,
 )
+from coldpage.codecs.guard import CHECK_INTERVAL_PAGES, CodecGuard
 from coldpage.codecs.model_pages import LayerVectors, ModelPages
-from coldpage.codecs.packed_calls import Direction, GpuTables, PackedCall, prepare_page
+from coldpage.codecs.packed_calls import (
+    Direction,
+    PackedCall,
+    PageChecks,
+    PreparedPages,
+    prepare_page,
+)
 from coldpage.codecs.packed_page import BufferCoding, PackedPage
 from coldpage.device.base import Stream
 from coldpage.errors import CodecError, ConfigurationError, UsageError
@@ -85,8 +93,11 @@ class PackedCodec(ColdPageCodec):
         overrides: Mapping[LayerGroupId, str] | None = None,
         *,
         formats: Mapping[str, VectorFormats | None] = PACKED_FORMATS,
+        check_interval_pages: int = CHECK_INTERVAL_PAGES,
     ) -> None:
-        """``overrides`` has names by layer group; all names are keys of ``formats``."""
+        """``overrides`` has names by layer group; all names are keys of ``formats``. One page of
+        every ``check_interval_pages`` that are encoded is decoded again; of 0, none.
+        """
         others = {} if overrides is None else dict(overrides)
         self._formats = formats[name]
         self._overrides = {group: formats[other] for group, other in others.items()}
@@ -108,7 +119,9 @@ class PackedCodec(ColdPageCodec):
         )
         self._pages: dict[LifeCycleId, PackedPage] = {}
         self._representative: dict[LifeCycleId, LifeCycleId] = {}
-        self._tables = GpuTables()
+        self._prepared = PreparedPages()
+        self._guard = CodecGuard(self.codec_id, check_interval_pages)
+        self._layer_group_of: dict[LifeCycleId, LayerGroupId] = {}
 
     # ------------------------------------------------------------------ the format
 
@@ -171,6 +184,10 @@ class PackedCodec(ColdPageCodec):
                 first = alike.setdefault(page.fingerprint, number)
                 self._representative[number] = first
                 self._pages[number] = self._pages.get(first, page)
+                self._layer_group_of[number] = life_cycle.layer_group_id
+                if first == number and not page.is_all_copied:
+                    formats = frozenset(buffers.cold_format for buffers in page.buffers)
+                    self._guard.watch(life_cycle.layer_group_id, formats)
 
     def _lay_out(self, life_cycle: LifeCycleDesc, pools: Sequence[PoolDesc]) -> PackedPage:
         def coding_of(buffer: BufferDesc) -> BufferCoding | None:
@@ -218,7 +235,7 @@ class PackedCodec(ColdPageCodec):
         """Compile for the host, or make the GPU's tables."""
         pages = [page for page in self._distinct_pages() if not page.is_all_copied]
         for page in pages:
-            prepare_page(page, stream, self._tables)
+            prepare_page(page, stream, self._prepared)
 
     def encode(
         self,
@@ -259,12 +276,35 @@ class PackedCodec(ColdPageCodec):
         assert isinstance(pairs, DeviceArray), "indices lie in device memory"
         assert ordinals is None or isinstance(ordinals, DeviceArray), "and so do ordinals"
         if pairs.size:
-            call = PackedCall(page, direction, cold_base, pairs, ordinals)
-            call.submit(stream, self._tables)
+            checks = self._take_checks(page, life_cycle_id, direction, pairs.size)
+            call = PackedCall(page, direction, cold_base, pairs, ordinals, checks, self._prepared)
+            call.submit(stream)
+
+    def _take_checks(
+        self, page: PackedPage, life_cycle_id: LifeCycleId, direction: Direction, num_pages: int
+    ) -> PageChecks | None:
+        if page.is_all_copied or direction is not Direction.TO_COLD:
+            return None
+        self._count_checks()
+        pages = self._guard.take(num_pages)
+        return (
+            PageChecks(pages, self._layer_group_of[life_cycle_id], self._guard) if pages else None
+        )
+
+    def _count_checks(self) -> None:
+        self._prepared.report_to(self._guard)
+        self._guard.count()
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        """Of the layer groups that are packed. A page counts for the one that its batching class is
+        named after.
+        """
+        self._count_checks()
+        return self._guard.errors()
 
     def close(self) -> None:
-        """Let go of the GPU's tables."""
-        self._tables.close()
+        """Let go of tables and checks."""
+        self._prepared.close()
 
     def _distinct_pages(self) -> list[PackedPage]:
         return list({id(page): page for page in self._pages.values()}.values())

@@ -14,15 +14,25 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from coldpage.codecs.base import PageIndexPairs
+from coldpage.codecs.guard import CodecGuard
+from coldpage.codecs.packed_check import HostCheck
 from coldpage.codecs.packed_page import PackedPage
 from coldpage.device.base import PageParts, Stream
 from coldpage.device.copies import page_copies, run_copies
-from coldpage.types import PAGE_INDEX_PAIR, ByteRange, DeviceArray, Int32Array, MemAddress
+from coldpage.types import (
+    PAGE_INDEX_PAIR,
+    ByteRange,
+    DeviceArray,
+    Int32Array,
+    LayerGroupId,
+    MemAddress,
+)
 
 if TYPE_CHECKING:
+    from coldpage.kernels.cold.gpu_guard import GpuCheck
     from coldpage.kernels.cold.gpu_pages import GpuPages
 
-__all__ = ["Direction", "GpuTables", "PackedCall", "prepare_page"]
+__all__ = ["Direction", "PackedCall", "PageChecks", "PreparedPages", "prepare_page"]
 
 _PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
 _ORDINAL_BYTES: Final = 4
@@ -37,24 +47,59 @@ class Direction(enum.Enum):
     TO_HOT = "decode"
 
 
-class GpuTables:
-    """What a GPU needs of the pages of a codec, made once and kept until it closes."""
+class PreparedPages:
+    """What calls need besides the pages, made once for each and kept until the codec closes.
+
+    What is for a GPU is made on torch's current device, which may wait for its current stream.
+    """
 
     def __init__(self) -> None:
-        self._pages: dict[int, GpuPages] = {}
+        self._gpu_pages: dict[PackedPage, GpuPages] = {}
+        self._gpu_checks: dict[PackedPage, GpuCheck] = {}
+        self._host_checks: dict[PackedPage, HostCheck] = {}
 
-    def of(self, page: PackedPage) -> GpuPages:
-        """New ones are made on torch's current device, which may wait for its current stream."""
-        found = self._pages.get(id(page))
-        if found is None:
+    def gpu_pages(self, page: PackedPage) -> GpuPages:
+        """Tables for the kernels that pack and unpack."""
+        if page not in self._gpu_pages:
             from coldpage.kernels.cold.gpu_pages import GpuPages
 
-            found = self._pages[id(page)] = GpuPages(page.buffers)
-        return found
+            self._gpu_pages[page] = GpuPages(page.buffers)
+        return self._gpu_pages[page]
+
+    def gpu_check(self, page: PackedPage) -> GpuCheck:
+        """Checks packed pages on the GPU."""
+        if page not in self._gpu_checks:
+            from coldpage.kernels.cold.gpu_guard import GpuCheck
+
+            self._gpu_checks[page] = GpuCheck(page.buffers)
+        return self._gpu_checks[page]
+
+    def host_check(self, page: PackedPage) -> HostCheck:
+        """Checks packed pages on the host."""
+        if page not in self._host_checks:
+            self._host_checks[page] = HostCheck(page.buffers)
+        return self._host_checks[page]
+
+    def report_to(self, guard: CodecGuard) -> None:
+        """Hand over the results of the GPU's checks that have ended."""
+        for check in self._gpu_checks.values():
+            for layer_group_id, squares in check.take_results():
+                guard.report(LayerGroupId(layer_group_id), squares)
 
     def close(self) -> None:
-        """Free the tables. Nothing may be in flight."""
-        self._pages.clear()
+        """Free everything. Nothing may be in flight."""
+        self._gpu_pages.clear()
+        self._gpu_checks.clear()
+        self._host_checks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class PageChecks:
+    """Which pages of a call are decoded again, and who hears of it."""
+
+    pages: range
+    layer_group_id: LayerGroupId
+    guard: CodecGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +115,15 @@ class PackedCall:
     cold_base: MemAddress
     pairs: DeviceArray
     ordinals: DeviceArray | None
+    checks: PageChecks | None
+    prepared: PreparedPages
 
-    def submit(self, stream: Stream, tables: GpuTables) -> None:
+    def submit(self, stream: Stream) -> None:
         """Enqueue everything by one submission. Raises SubmissionError."""
         if self.page.is_all_copied:
             stream.copy_pages(self._copied_parts(), self.pairs)
         elif stream.runs_kernels:
-            stream.launch_kernels(lambda: self._launch_kernels(tables))
+            stream.launch_kernels(self._launch_kernels)
         else:
             stream.launch(self.run, reads=self._reads, writes=self._writes)
 
@@ -93,6 +140,14 @@ class PackedCall:
             move(buffers, self.cold_base, pairs, turned)
         if self.page.has_copied:
             run_copies(page_copies(self._copied_parts(), pairs))
+        if self.checks is not None:
+            check = self.prepared.host_check(self.page)
+            for index in self.checks.pages:
+                one = slice(index, index + 1)
+                squares = check.squares(
+                    self.cold_base, pairs[one], None if ordinals is None else ordinals[one]
+                )
+                self.checks.guard.report(self.checks.layer_group_id, squares)
 
     def _load_pairs(self) -> PageIndexPairs:
         raw = ctypes.string_at(self.pairs.address, self.pairs.size * _PAIR_BYTES)
@@ -122,26 +177,34 @@ class PackedCall:
 
     # ------------------------------------------------------------------ on a GPU
 
-    def _launch_kernels(self, tables: GpuTables) -> None:
-        pages = tables.of(self.page)
+    def _launch_kernels(self) -> None:
+        pages = self.prepared.gpu_pages(self.page)
         move = pages.pack if self._is_to_cold else pages.unpack
+        pairs, base = int(self.pairs.address), int(self.cold_base)
         ordinals = None if self.ordinals is None else int(self.ordinals.address)
-        move(int(self.cold_base), int(self.pairs.address), self.pairs.size, ordinals)
+        move(base, pairs, self.pairs.size, ordinals)
         if self.page.has_copied:
-            from coldpage.kernels.page_copy import PagePart, copy_part
+            self._launch_copies(pairs)
+        if self.checks is not None:
+            check = self.prepared.gpu_check(self.page)
+            for index in self.checks.pages:
+                ordinal = None if ordinals is None else ordinals + index * _ORDINAL_BYTES
+                tag = self.checks.layer_group_id
+                check.enqueue(base, pairs + index * _PAIR_BYTES, ordinal, tag)
 
-            parts = self._copied_parts()
-            columns = (
-                parts.dst_base,
-                parts.dst_stride_bytes,
-                parts.src_base,
-                parts.src_stride_bytes,
-                parts.num_bytes,
-            )
-            for part in zip(*(column.tolist() for column in columns), strict=True):
-                copy_part(
-                    int(self.pairs.address), self.pairs.size, PagePart(*part), _NUM_COPY_PROGRAMS
-                )
+    def _launch_copies(self, pairs: int) -> None:
+        from coldpage.kernels.page_copy import PagePart, copy_part
+
+        parts = self._copied_parts()
+        columns = (
+            parts.dst_base,
+            parts.dst_stride_bytes,
+            parts.src_base,
+            parts.src_stride_bytes,
+            parts.num_bytes,
+        )
+        for part in zip(*(column.tolist() for column in columns), strict=True):
+            copy_part(pairs, self.pairs.size, PagePart(*part), _NUM_COPY_PROGRAMS)
 
     @property
     def _is_to_cold(self) -> bool:
@@ -153,16 +216,17 @@ class PackedCall:
         return self.page.parts_to_hot(self.cold_base)
 
 
-def prepare_page(page: PackedPage, stream: Stream, tables: GpuTables) -> None:
+def prepare_page(page: PackedPage, stream: Stream, prepared: PreparedPages) -> None:
     """Do once, for a page of which something is packed, what its first call would else wait for.
     Blocks.
     """
 
-    def make_tables() -> None:
-        tables.of(page)
+    def make() -> None:
+        prepared.gpu_pages(page)
+        prepared.gpu_check(page).warm_up()
 
     if stream.runs_kernels:
-        stream.launch_kernels(make_tables)
+        stream.launch_kernels(make)
         return
     from coldpage.kernels.cold import cpu
 

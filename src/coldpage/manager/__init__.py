@@ -8,11 +8,12 @@ from coldpage.manager.observers import (
     PagesDropped,
     PagesMoved,
 )
-from coldpage.manager.stats import LevelStats, ManagerStats, PoolGroupStats
+from coldpage.manager.stats import CodecStats, LevelStats, ManagerStats, PoolGroupStats
 
 __all__ = [
     "BlockStored",
     "CacheObserver",
+    "CodecStats",
     "KVCacheManager",
     "LevelStats",
     "ManagerStats",

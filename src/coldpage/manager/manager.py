@@ -83,6 +83,7 @@ class KVCacheManager:
             raise
         self.layout = self._builder.layout
         self.provenance = codecs.provenance
+        self._codecs = codecs
         self._layer_group_of = {
             layer_id: group.layer_group_id
             for group in self.layout.layer_groups
@@ -324,6 +325,7 @@ class KVCacheManager:
             dict(events.moved_pages),
             dict(events.moved_bytes),
             dict(events.totals),
+            self._codecs.stats(),
         )
 
     def take_peak_stats(self, level: CacheLevel) -> tuple[PoolGroupStats, ...]:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from coldpage.codecs import CodecErrors
 from coldpage.layout import HotLayout
 from coldpage.manager.quotas import max_sequence_tokens
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.types import CacheTier, LifeCycleId
 
-__all__ = ["LevelStats", "ManagerStats", "PoolGroupStats", "group_stats", "level_stats"]
+__all__ = [
+    "CodecStats",
+    "LevelStats",
+    "ManagerStats",
+    "PoolGroupStats",
+    "group_stats",
+    "level_stats",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,14 @@ class LevelStats:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecStats:
+    """What a lossy codec of the manager has lost, by layer group, as far as it checks."""
+
+    codec: str  # its id, or with all its parameters where two have one id
+    errors: tuple[CodecErrors, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerStats:
     """All levels and counters at one moment, safe to hand to any thread."""
 
@@ -56,6 +72,7 @@ class ManagerStats:
     moved_pages: Mapping[str, int]  # by path, such as "hot-host"
     moved_bytes: Mapping[str, int]
     totals: Mapping[str, int]
+    codecs: tuple[CodecStats, ...]  # of those that check what they lose
 
 
 def group_stats(level: LevelPools, layout: HotLayout) -> tuple[PoolGroupStats, ...]:

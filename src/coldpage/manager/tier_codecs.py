@@ -9,6 +9,7 @@ from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_
 from coldpage.config import CacheTierConfig
 from coldpage.device.base import Stream
 from coldpage.errors import CodecError
+from coldpage.manager.stats import CodecStats
 from coldpage.prefix import EXACT_PROVENANCE
 
 __all__ = ["TierCodecs"]
@@ -101,6 +102,18 @@ class TierCodecs:
         codec = self._shared if own is None else own
         assert isinstance(codec, ColdPageCodec), "what is no codec was refused"
         return codec
+
+    def stats(self) -> tuple[CodecStats, ...]:
+        """What the codecs in use say of what they lose."""
+        ids = [configured.codec.codec_id for configured in self.all]
+        found = [
+            CodecStats(
+                codec_id if ids.count(codec_id) == 1 else configured.name,
+                configured.codec.measured_errors(),
+            )
+            for codec_id, configured in zip(ids, self.all, strict=True)
+        ]
+        return tuple(stats for stats in found if stats.errors)
 
     @property
     def provenance(self) -> bytes:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coldpage.codecs.base import BlockOrdinals, ColdPageCodec, PageIndices, PoolGroupDesc
+from coldpage.codecs.base import (
+    BlockOrdinals,
+    CodecErrors,
+    ColdPageCodec,
+    PageIndices,
+    PoolGroupDesc,
+)
 from coldpage.device.base import Stream
 from coldpage.types import LifeCycleId, MemAddress, PageIndexLocation
 
@@ -63,6 +69,10 @@ class WrappingCodec(ColdPageCodec):
     ) -> None:
         """As the wrapped codec."""
         self._codec.decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        """As the wrapped codec."""
+        return self._codec.measured_errors()
 
     def close(self) -> None:
         """As the wrapped codec."""
