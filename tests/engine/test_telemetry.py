@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from coldpage.codecs import CodecErrors
+from coldpage.engine.messages import CodecErrorStats
 from coldpage.engine.telemetry import engine_stats, tier_stats
+from coldpage.manager import CodecStats
+from coldpage.types import LayerGroupId
 
 
 def test_losses_are_counted_from_zero(new_rig: Any) -> None:
@@ -31,3 +37,14 @@ def test_quarantined_slots_are_reported_as_blocks(new_rig: Any) -> None:
     slots = disk.groups[0].slots
     slots.quarantine(slots.allocate(pages))
     assert [tier.quarantined_blocks for tier in tier_stats(rig.manager)] == [0, 0, 2]
+
+
+def test_what_codecs_lose_is_reported(new_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = new_rig()
+    assert engine_stats(rig.manager, rig.scheduler).codec_errors == ()
+    errors = tuple(CodecErrors(LayerGroupId(group), 9, 1, 0.01, 0.02, 0.015) for group in (0, 1))
+    stats = replace(rig.manager.stats(), codecs=(CodecStats("int8", errors),))
+    monkeypatch.setattr(rig.manager, "stats", lambda: stats)
+    assert engine_stats(rig.manager, rig.scheduler).codec_errors == tuple(
+        CodecErrorStats("int8", group, 9, 1, 0.01, 0.02, 0.015) for group in (0, 1)
+    )

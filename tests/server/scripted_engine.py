@@ -18,6 +18,7 @@ import msgspec
 
 from coldpage.engine.messages import (
     Cancel,
+    CodecErrorStats,
     Delta,
     EngineReady,
     EngineSettings,
@@ -38,6 +39,11 @@ TIERS = (
     TierStats("hot", 1000, 400, 10, 4, 160),
     TierStats("host", 2000, 0, 20, 0, 320),
     TierStats("disk", 4000, 4000, 40, 40, 640, 2, 5, "read_only"),
+)
+
+CODEC_ERRORS = (
+    CodecErrorStats("turbo4", 0, 12, 0, 0.1, 0.12, 0.09),
+    CodecErrorStats("turbo4", 1, 3, 1, 0.2, 0.25, 0.15),
 )
 
 
@@ -77,7 +83,8 @@ class ScriptedEngine:
     def send_stats(self) -> None:
         """The moves are constant, the counter is what tests wait for."""
         counters = {"cancelled_by_client": self.num_cancelled}
-        stats = Stats(TIERS, {"hot-host": 7}, {"hot-host": 700}, {"host": 48}, counters, 1, 2, 3)
+        moves, hits = ({"hot-host": 7}, {"hot-host": 700}), {"host": 48}
+        stats = Stats(TIERS, *moves, hits, counters, 1, 2, 3, CODEC_ERRORS)
         self.channel.send(stats)
 
     def answer(self, request: Generate) -> None:

@@ -149,6 +149,19 @@ def test_a_restore_of_3_ms_counts_as_3_ms(server: RunningServer, http: httpx.Cli
     assert sample("sum") - total == pytest.approx(0.003)
 
 
+def test_metrics_show_what_codecs_lose(server: RunningServer) -> None:
+    for name, values in {
+        "checked_pages_total": (12, 3),
+        "not_finite_pages_total": (0, 1),
+        "relative_error_mean": (0.1, 0.2),
+        "relative_error_max": (0.12, 0.25),
+        "relative_error_last": (0.09, 0.15),
+    }.items():
+        for group, value in enumerate(values):
+            labels = f'{{codec="turbo4",layer_group="{group}"}}'
+            assert server.metric(f"coldpage_codec_{name}{labels}") == value
+
+
 def test_metrics_come_in_the_openmetrics_format_too(http: httpx.Client) -> None:
     response = http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")

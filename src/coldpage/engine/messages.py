@@ -26,6 +26,7 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "Cancel",
     "ChatMessage",
+    "CodecErrorStats",
     "Delta",
     "EngineReady",
     "EngineSettings",
@@ -228,6 +229,20 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     code: str
 
 
+class CodecErrorStats(msgspec.Struct, frozen=True):
+    """What pages of one layer group lost by a codec, of those that were checked. Errors are
+    relative: 0.01 is a hundredth of a page's length as a vector.
+    """
+
+    codec: str
+    layer_group: int
+    checked_pages: int
+    not_finite_pages: int  # of the checked ones; the errors are those of the others
+    mean_error: float
+    max_error: float
+    last_error: float
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Sent about once a second: gauges and monotonic counters, by metric name and label values."""
 
@@ -239,6 +254,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     running: int
     waiting: int
     sessions: int
+    codec_errors: tuple[CodecErrorStats, ...] = ()
 
 
 class SlotInfo(msgspec.Struct, frozen=True):

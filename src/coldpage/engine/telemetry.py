@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from coldpage.engine.messages import Stats, TierStats
+from coldpage.engine.messages import CodecErrorStats, Stats, TierStats
 from coldpage.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -59,4 +59,17 @@ def engine_stats(manager: KVCacheManager, scheduler: Scheduler) -> Stats:
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         sessions=scheduler.num_sessions,
+        codec_errors=tuple(
+            CodecErrorStats(
+                codec=codec.codec,
+                layer_group=errors.layer_group_id,
+                checked_pages=errors.num_samples,
+                not_finite_pages=errors.num_not_finite,
+                mean_error=errors.mean_error,
+                max_error=errors.max_error,
+                last_error=errors.last_error,
+            )
+            for codec in stats.codecs
+            for errors in codec.errors
+        ),
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coldpage.engine.messages import EngineReady, Stats, TierStats
+from coldpage.engine.messages import CodecErrorStats, EngineReady, Stats, TierStats
 
 __all__ = ["EngineCollector", "ServerMetrics"]
 
@@ -80,6 +80,48 @@ def _labelled_counter(name: str, text: str, label: str, values: Mapping[str, int
     return family
 
 
+def _codec_errors(found: Sequence[CodecErrorStats]) -> Iterator[Metric]:
+    """Nothing while no codec checks what it loses."""
+    if not found:
+        return
+    labels = ("codec", "layer_group")
+    columns: tuple[
+        tuple[CounterMetricFamily | GaugeMetricFamily, Callable[[CodecErrorStats], float]], ...
+    ] = (
+        (
+            CounterMetricFamily(
+                "coldpage_codec_checked_pages",
+                "Pages that were decoded again right after a lossy codec had encoded them.",
+                labels=labels,
+            ),
+            lambda errors: errors.checked_pages,
+        ),
+        (
+            CounterMetricFamily(
+                "coldpage_codec_not_finite_pages",
+                "Checked pages with numbers that are not finite.",
+                labels=labels,
+            ),
+            lambda errors: errors.not_finite_pages,
+        ),
+        (_error_gauge("mean", "Mean"), lambda errors: errors.mean_error),
+        (_error_gauge("max", "Largest"), lambda errors: errors.max_error),
+        (_error_gauge("last", "Last"), lambda errors: errors.last_error),
+    )
+    for family, value_of in columns:
+        for errors in found:
+            family.add_metric((errors.codec, str(errors.layer_group)), value_of(errors))
+        yield family
+
+
+def _error_gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        f"coldpage_codec_relative_error_{name}",
+        f"{text} error of the checked pages, relative to their length.",
+        labels=("codec", "layer_group"),
+    )
+
+
 class EngineCollector(Collector):
     """Turns the engine's last report into metrics, when asked."""
 
@@ -107,6 +149,7 @@ class EngineCollector(Collector):
             yield from self._tiers(stats.tiers if stats is not None else ready.tiers)
         if stats is not None:
             yield from self._engine(stats)
+            yield from _codec_errors(stats.codec_errors)
 
     def _tiers(self, tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
         columns: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
