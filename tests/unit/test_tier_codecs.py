@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
+from coldpage.codecs import CodecErrors, ColdPageCodec, create_default_cold_page_codec
 from coldpage.config import (
     AttentionLayerConfig,
     BufferConfig,
@@ -19,6 +19,7 @@ from coldpage.config import (
     HostTierConfig,
     KVCacheManagerConfig,
 )
+from coldpage.device.base import Stream
 from coldpage.device.host import HostDevice, HostMemory
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.manager import KVCacheManager
@@ -27,7 +28,7 @@ from coldpage.migration import NUM_SCRATCH_SLOTS
 from coldpage.migration.codec_calls import INDEX_RING_BYTES
 from coldpage.prefix import EXACT_PROVENANCE
 from coldpage.testing.example_codecs import CoarseCodec, DeviceIndexCodec, PaddingCodec
-from coldpage.types import BufferRole, LayerId
+from coldpage.types import BufferRole, LayerGroupId, LayerId
 from tests.unit.answering_codec import AnsweringCodec
 
 _PAGE_BYTES = 256
@@ -66,6 +67,60 @@ class _Noted(AnsweringCodec):
         self._ends.append(self.codec_id)
         if self._fails:
             raise RuntimeError(f"{self.codec_id} would not close")
+
+
+# ---------------------------------------------------------------------- preparing
+
+
+class _Preparing(_Noted):
+    """Wants to be ready before its first page, and says what it has lost."""
+
+    error: Exception | None = None
+
+    def prepare(self, stream: Stream) -> None:
+        stream.synchronize()
+        self.calls.append("prepare")
+        if self.error is not None:
+            raise self.error
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        return (CodecErrors(LayerGroupId(0), len(self._ends), 0, 0.0, 0.0, 0.0),)
+
+
+def test_codecs_in_use_prepare_once_when_they_are_configured() -> None:
+    codecs = [_Preparing(name, []) for name in "abc"]
+    config = _config(_host(codecs[1]), _host(codecs[2]), _host(codecs[1]))
+    with KVCacheManager(config, codec=codecs[0]) as manager:
+        for codec, count in zip(codecs, (0, 1, 1), strict=True):
+            assert codec.calls.count("prepare") == count
+            assert codec.calls.index("configure") == 0
+        assert codecs[1].calls[-1] == "prepare"
+        manager.stats()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ImportError("no numba"), r"^codec a v1 failed in prepare: ImportError\('no numba'\)$"),
+        (CodecError("use another one"), "^use another one$"),
+    ],
+)
+def test_a_codec_that_can_not_prepare_stops_the_manager(error: Exception, sentence: str) -> None:
+    ends: list[str] = []
+    codec = _Preparing("a", ends)
+    codec.error = error
+    with pytest.raises(CodecError, match=sentence):
+        KVCacheManager(_config(_host()), codec=codec)
+    assert ends == ["a"]
+
+
+def test_what_codecs_have_lost_has_their_names() -> None:
+    first, second, third = (_Preparing(name, ["x"] * i) for i, name in enumerate("aab"))
+    second.parameters = "finer"
+    config = _config(_host(first), _host(second), _host(third), _host(CoarseCodec()))
+    with KVCacheManager(config) as manager:
+        found = [(it.codec, it.errors[0].num_samples) for it in manager.stats().codecs]
+    assert found == [("a v1", 0), ("a v1 finer", 1), ("b", 2)]
 
 
 # ---------------------------------------------------------------------- taking
