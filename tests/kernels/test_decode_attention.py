@@ -16,7 +16,13 @@ from coldpage.kernels.decode_attention import (
     decode_attention_reference,
     decode_programs,
 )
-from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult, plan_decode
+from coldpage.kernels.decode_plan import (
+    AttentionOptions,
+    DecodeBatch,
+    DecodePrograms,
+    DecodeResult,
+    plan_decode,
+)
 from coldpage.kernels.kv_types import BF16, F16, F32, Q8_0, TURBO4, KVPages, KVType, page_views
 from coldpage.kernels.packing import pack
 from coldpage.kernels.rotation import rotate
@@ -26,7 +32,7 @@ from tests.kernels.pools import DEVICES, Shape, huge_pages
 # interpreter cuts bfloat16 off where a GPU rounds.
 TOLERANCE = {F32: 2e-5, F16: 5e-3, BF16: 5e-3, Q8_0: 5e-3, TURBO4: 5e-3}
 # Programs to plan for on the CPU, whose interpreter runs one after another.
-CPU_PROGRAMS = 8
+CPU_PROGRAMS = DecodePrograms(8, 2)
 CPU, CUDA = DEVICES
 
 PLAIN = AttentionOptions(0.1)
@@ -108,7 +114,7 @@ class Problem:
             lengths,
             tokens_per_block=case.tokens_per_block,
             num_kv_heads=case.kv_heads,
-            num_programs=CPU_PROGRAMS if device.type == "cpu" else decode_programs(*sides),
+            programs=CPU_PROGRAMS if device.type == "cpu" else decode_programs(*sides),
             window=case.options.window,
             num_sink_tokens=case.options.num_sink_tokens,
         )

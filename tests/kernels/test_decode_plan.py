@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldpage.kernels.decode_plan import DecodeParts, plan_decode
+from coldpage.kernels.decode_plan import DecodeParts, DecodePrograms, plan_decode
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Step:
     num_tokens: tuple[int, ...]
     tokens_per_block: int
     num_kv_heads: int
-    num_programs: int
+    programs: DecodePrograms
     window: int | None
     num_sink_tokens: int
 
@@ -27,7 +27,7 @@ class Step:
         settings: dict[str, Any] = {
             "tokens_per_block": self.tokens_per_block,
             "num_kv_heads": self.num_kv_heads,
-            "num_programs": self.num_programs,
+            "programs": self.programs,
             "window": self.window,
             "num_sink_tokens": self.num_sink_tokens,
         }
@@ -42,6 +42,7 @@ class Step:
         return [int(block) for block in np.unique(position[is_visible] // self.tokens_per_block)]
 
 
+PROGRAMS = DecodePrograms(528, 4)
 SHORT = st.integers(0, 100)
 LENGTHS = st.lists(SHORT | st.integers(0, 20_000), max_size=24)
 STEPS = st.builds(
@@ -49,7 +50,7 @@ STEPS = st.builds(
     LENGTHS.map(tuple),
     st.sampled_from([1, 16, 32]),
     st.integers(1, 16),
-    st.integers(1, 2_000),
+    st.builds(DecodePrograms, st.integers(1, 2_000), st.integers(1, 4)),
     st.none() | st.integers(1, 5_000),
     st.integers(0, 100),
 )
@@ -92,8 +93,8 @@ def test_shares_are_even(step: Step) -> None:
     crumb = 8
     costs = np.append(0, np.cumsum(sizes + crumb))
     of_shares = np.diff(costs[shares])
-    num_at_a_time = max(1, step.num_programs // step.num_kv_heads)
-    even = -(-int(costs[-1]) // num_at_a_time)
+    num_at_a_time = max(1, step.programs.num_at_a_time // step.num_kv_heads)
+    even = -(-int(costs[-1]) // num_at_a_time)  # also of several waves, none is larger
     assert of_shares.max(initial=0) <= max(even, 3 * crumb) + 3 * crumb
 
 
@@ -104,7 +105,7 @@ def test_equal_steps_have_equal_plans(step: Step) -> None:
 
 
 def test_one_long_sequence_is_for_all_programs() -> None:
-    items, first_items, shares = Step((64_000,), 16, 8, 528, None, 0).plan()
+    items, first_items, shares = Step((64_000,), 16, 8, PROGRAMS, None, 0).plan()
     assert first_items[1] == 528 // 8
     assert np.array_equal(shares, np.minimum(np.arange(len(shares)), 528 // 8))
     sizes = items[: first_items[1], 2] - items[: first_items[1], 1]
@@ -113,14 +114,22 @@ def test_one_long_sequence_is_for_all_programs() -> None:
 
 
 def test_short_sequences_are_not_cut() -> None:
-    step = Step((1, 16, 100, 0, 128), 16, 8, 528, None, 0)
+    step = Step((1, 16, 100, 0, 128), 16, 8, PROGRAMS, None, 0)
     assert step.plan().first_items.tolist() == [0, 1, 2, 3, 3, 4]
     assert step.plan().shares.tolist()[:5] == [0, 1, 2, 3, 4]
 
 
 def test_much_work_comes_in_waves_of_smaller_and_smaller_shares() -> None:
-    items, _, shares = Step((8_192,) * 64, 16, 8, 528, None, 0).plan()
+    items, _, shares = Step((8_192,) * 64, 16, 8, PROGRAMS, None, 0).plan()
     blocks = np.append(0, np.cumsum(items[:, 2] - items[:, 1]))
-    waves = np.diff(blocks[shares]).reshape(-1, 528 // 8)
-    assert (waves.min(1) > 0).all() and (np.ptp(waves, axis=1) <= 3 * 8).all()
-    assert [round(size / waves[-1].mean()) for size in waves.mean(1)] == [4, 2, 1, 1]
+    of_shares = np.diff(blocks[shares])
+    assert len(of_shares) == 4 * 528 // 8 and of_shares.min() > 0
+    waves = of_shares.reshape(4, -1).sum(1)
+    assert (np.abs(waves[1:] / waves[:-1] - 0.6) < 0.05).all()
+
+
+def test_a_single_wave_is_even() -> None:
+    items, _, shares = Step((8_192,) * 64, 16, 8, DecodePrograms(528), None, 0).plan()
+    blocks = np.append(0, np.cumsum(items[:, 2] - items[:, 1]))
+    of_shares = np.diff(blocks[shares])
+    assert len(of_shares) == 528 // 8 and np.ptp(of_shares) <= 3 * 8

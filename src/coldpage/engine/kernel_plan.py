@@ -30,7 +30,7 @@ def plan_parts(pages: LayerPages, num_tokens: Int32Array) -> DecodeParts:
         num_tokens,
         tokens_per_block=pages.keys.tokens_per_block,
         num_kv_heads=pages.keys.num_kv_heads,
-        num_programs=decode_programs(pages.keys, pages.values),
+        programs=decode_programs(pages.keys, pages.values),
         window=pages.window,
     )
 

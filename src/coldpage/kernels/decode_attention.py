@@ -21,7 +21,12 @@ import triton
 import triton.language as tl
 
 from coldpage.kernels.decode_kernel import LOG2_E, attend_items, merge_items, sum_blocks
-from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch, DecodeResult
+from coldpage.kernels.decode_plan import (
+    AttentionOptions,
+    DecodeBatch,
+    DecodePrograms,
+    DecodeResult,
+)
 from coldpage.kernels.kv_types import KVPages
 from coldpage.kernels.packing import unpack
 from coldpage.kernels.packing_tiles import IS_Q8_0, IS_TURBO4, chunks_of
@@ -33,6 +38,7 @@ _MIN_COLUMNS: Final = 8  # of a product
 _MIN_WIDTH: Final = 16  # numbers that a product adds up
 _MERGE_ITEMS: Final = 16  # that a merge reads at a time
 _MASS_BLOCKS: Final = 32
+_NUM_WAVES: Final = 4
 _NUM_PROCESSORS: Final = 132  # where there is no GPU to ask
 
 
@@ -107,14 +113,19 @@ def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
     return _Tuning(32, 4, 2, False, 2)
 
 
-def decode_programs(keys: KVPages, values: KVPages) -> int:
-    """How many programs of ``decode_attention`` on such pages the device runs at a time: what to
-    plan for."""
+def decode_programs(keys: KVPages, values: KVPages) -> DecodePrograms:
+    """What to plan for ``decode_attention`` on such pages on their device.
+
+    Programs start and end at a cost, and packed types notice it: they get one wave. Their pages
+    are copied by engines of their own; a codec that takes processors packs plain types only.
+    """
     device = keys.values.device
     num_processors = _NUM_PROCESSORS
     if device.type == "cuda":
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_processors * _tuning(keys, values).programs_per_processor
+    is_plain = keys.scales is None and values.scales is None
+    num_at_a_time = num_processors * _tuning(keys, values).programs_per_processor
+    return DecodePrograms(num_at_a_time, _NUM_WAVES if is_plain else 1)
 
 
 def decode_attention(

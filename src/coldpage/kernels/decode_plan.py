@@ -10,16 +10,31 @@ import torch
 
 from coldpage.types import Int32Array, Int64Array
 
-__all__ = ["AttentionOptions", "DecodeBatch", "DecodeParts", "DecodeResult", "plan_decode"]
+__all__ = [
+    "AttentionOptions",
+    "DecodeBatch",
+    "DecodeParts",
+    "DecodePrograms",
+    "DecodeResult",
+    "plan_decode",
+]
 
 # What an item costs besides its blocks, in blocks: its start, its end and its merge.
 _ITEM_BLOCKS: Final = 8
 # No smaller item pays for its merge.
 _MIN_ITEM_BLOCKS: Final = 8
-# Where each program would have so many blocks, shares come in waves that are smaller and smaller:
-# so one that finds its processor taken by other work holds up less.
+# Where each program would have so many blocks, shares may come in waves, each program's next one
+# smaller by this factor: so one that finds its processor taken by other work holds up less.
 _WAVE_BLOCKS: Final = 256
-_WAVES: Final = np.array([4, 2, 1, 1])
+_WAVE_FACTOR: Final = 0.6
+
+
+class DecodePrograms(NamedTuple):
+    """What to plan for: how many programs a GPU runs at a time, and how often each is followed by
+    another, where there is work enough."""
+
+    num_at_a_time: int
+    num_waves: int = 1
 
 
 class DecodeBatch(NamedTuple):
@@ -65,22 +80,22 @@ def plan_decode(
     *,
     tokens_per_block: int,
     num_kv_heads: int,
-    num_programs: int,
+    programs: DecodePrograms,
     window: int | None = None,
     num_sink_tokens: int = 0,
 ) -> DecodeParts:
-    """Pure: all visible blocks of sequences with so many visible tokens in even shares, for a GPU
-    that runs ``num_programs`` at a time; an item is what a share has of a row. How many items and
-    shares there are, unused ones included, does not depend on the lengths.
+    """Pure: all visible blocks of sequences with so many visible tokens in shares for programs that
+    end together; an item is what a share has of a row. How many items and shares there are, unused
+    ones included, does not depend on the lengths.
     """
     batch = len(num_tokens)
     rows, firsts, sizes = _ranges(
         num_tokens.astype(np.int64), tokens_per_block, window, num_sink_tokens
     )
-    num_at_a_time = max(1, num_programs // num_kv_heads)
-    max_shares = num_at_a_time * len(_WAVES)
+    programs = programs._replace(num_at_a_time=max(1, programs.num_at_a_time // num_kv_heads))
+    max_shares = programs.num_at_a_time * programs.num_waves
     begins = np.cumsum(sizes) - sizes
-    share_begins = _share_begins(sizes, begins, num_at_a_time)
+    share_begins = _share_begins(sizes, begins, programs)
     item_begins = np.union1d(begins[sizes > 0], share_begins)
     of_range = np.searchsorted(begins + sizes, item_begins, "right")
     item_stops = np.append(item_begins[1:], sizes.sum())
@@ -96,18 +111,21 @@ def plan_decode(
     return DecodeParts(items, first_items.astype(np.int32), shares)
 
 
-def _share_begins(sizes: Int64Array, begins: Int64Array, num_at_a_time: int) -> Int64Array:
+def _share_begins(sizes: Int64Array, begins: Int64Array, programs: DecodePrograms) -> Int64Array:
     """Where each share begins in the row of all blocks."""
     costs = np.where(sizes > 0, sizes + _ITEM_BLOCKS, 0)
     total, num_ranges = int(costs.sum()), int((sizes > 0).sum())
     if total == 0:
         return np.zeros(0, np.int64)
-    if total >= num_at_a_time * _WAVE_BLOCKS:
-        weights = np.repeat(_WAVES, num_at_a_time)
+    num_at_a_time, num_waves = programs
+    if num_waves > 1 and total >= num_at_a_time * _WAVE_BLOCKS:
+        # All a little smaller than the one before, so that ends do not fall together.
+        weights = _WAVE_FACTOR ** (np.arange(num_at_a_time * num_waves) / num_at_a_time)
     else:
         most = max(num_ranges, total // (_ITEM_BLOCKS + _MIN_ITEM_BLOCKS))
-        weights = np.ones(min(num_at_a_time, most), np.int64)
-    cuts = total * (np.cumsum(weights) - weights) // weights.sum()
+        weights = np.ones(min(num_at_a_time, most))
+    before = (np.cumsum(weights) - weights) / weights.sum()
+    cuts = np.minimum(total * before, total - 1).astype(np.int64)
     stops = np.cumsum(costs)
     of_range = np.searchsorted(stops, cuts, "right")
     size = sizes[of_range]
@@ -115,7 +133,8 @@ def _share_begins(sizes: Int64Array, begins: Int64Array, num_at_a_time: int) -> 
     # No crumbs on either side.
     block = np.where(block < _MIN_ITEM_BLOCKS, 0, block)
     block = np.where(size - block < _MIN_ITEM_BLOCKS, np.where(block > 0, size, 0), block)
-    return begins[of_range] + block
+    found: Int64Array = begins[of_range] + block
+    return found
 
 
 def _ranges(
