@@ -1,0 +1,151 @@
+"""Numbers to codes and parameters and back, for the formats that do not rotate.
+
+Tiles are halves [rows, width] as in ``gpu_vectors``; codes are int32 of which the low bits count.
+A scale and a minimum make one word of 32 bits, the scale in its low half.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coldpage.kernels.cold.gpu_vectors import IS_FP8
+from coldpage.kernels.cold.numbers import F16_MAX, FP8_MAX
+
+__all__ = [
+    "F16_LIMIT",
+    "int4_codes",
+    "int4_parameters",
+    "int4_word",
+    "inverse_of",
+    "largest",
+    "scaled_codes",
+    "scaled_numbers",
+    "whole_numbers",
+    "word_halves",
+]
+
+F16_LIMIT = tl.constexpr(F16_MAX)
+_PER_127 = tl.constexpr(1 / 127)
+_PER_FP8_MAX = tl.constexpr(1 / FP8_MAX)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+# Added to a number below 2^22 this leaves no bits below one, and rounds half to even: the low bits
+# of the sum are those of the whole number.
+_WHOLE = tl.constexpr(1.5 * 2.0**23)
+# Exponents of e4m3 count from -7, those of f32 from -127.
+_FP8_DOWN = tl.constexpr(2.0**-120)
+_FP8_UP = tl.constexpr(2.0**120)
+
+
+@triton.jit
+def word_halves(word):
+    """Two f16 numbers of a word, as f32."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def largest(low, high):
+    """Of each row's magnitudes."""
+    return tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
+
+
+@triton.jit
+def scaled_codes(low, high, TILES: tl.constexpr):
+    """Codes of 8 bits, for f32 halves, and scales f16 [rows, 1]."""
+    if TILES.kind == IS_FP8:
+        scale = _rounded_up(largest(low, high) * _PER_FP8_MAX)[:, None]
+        inverse = inverse_of(scale)
+        low, high = _fp8_codes(low * inverse), _fp8_codes(high * inverse)
+    else:
+        scale = _rounded_up(largest(low, high) * _PER_127)[:, None]
+        inverse = inverse_of(scale)
+        low, high = whole_numbers(low * inverse, 127.0), whole_numbers(high * inverse, 127.0)
+    return low, high, scale
+
+
+@triton.jit
+def scaled_numbers(codes, scale, TILES: tl.constexpr):
+    """The same backwards: codes uint8 and scale f32 [rows, 1] to f32."""
+    if TILES.kind == IS_FP8:
+        numbers = _fp8_numbers(codes.to(tl.int32))
+    else:
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    return numbers * scale
+
+
+@triton.jit
+def whole_numbers(quotient, MOST: tl.constexpr):
+    """The nearest whole numbers from -MOST to MOST."""
+    limited = tl.minimum(tl.maximum(quotient, -MOST), MOST)
+    return (limited + _WHOLE).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fp8_codes(quotient):
+    """Half to even, by carrying into what is kept of f32's bits. What is small in e4m3 is small in
+    f32 too, once it is made 2^120 times smaller."""
+    limited = tl.minimum(tl.maximum(quotient, -_FP8_MAX), _FP8_MAX)
+    bits = (limited * _FP8_DOWN).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    magnitude = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    return magnitude | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _fp8_numbers(codes):
+    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * _FP8_UP
+
+
+@triton.jit
+def int4_parameters(least, most):
+    """The scale and the minimum for numbers between two limits, f16."""
+    minimum = _rounded_down(least)
+    scale = _rounded_up((most - minimum.to(tl.float32)) * (1 / 15))
+    return scale, minimum
+
+
+@triton.jit
+def int4_codes(numbers, inverse, minimum):
+    """Codes from 0 to 15, by the inverse of the scale and the minimum, both f32."""
+    above = tl.minimum(tl.maximum((numbers - minimum) * inverse, 0.0), 15.0)
+    return (above + _WHOLE).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def int4_word(scale, minimum):
+    """Both in one word, int32."""
+    low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _rounded_up(wanted):
+    """The smallest f16 that is no smaller than ``wanted`` >= 0, or the largest one there is."""
+    wanted = tl.minimum(wanted, F16_LIMIT)
+    nearest = wanted.to(tl.float16)
+    too_small = (nearest.to(tl.float32) < wanted).to(tl.int16)
+    return (nearest.to(tl.int16, bitcast=True) + too_small).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _rounded_down(wanted):
+    """The same on the other side, of any sign."""
+    wanted = tl.minimum(tl.maximum(wanted, -F16_LIMIT), F16_LIMIT)
+    nearest = wanted.to(tl.float16)
+    bits = nearest.to(tl.int16, bitcast=True).to(tl.int32)
+    # Further from 0 if negative, as what is rounded up to -0 is too.
+    below = bits - ((bits >> 15) | 1)
+    bits = tl.where(nearest.to(tl.float32) > wanted, below, bits)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def inverse_of(scale):
+    """f32 of f16, nearly: a division takes ten instructions. Where the scale is 0, so are the
+    numbers."""
+    wide = scale.to(tl.float32)
+    root = tl.rsqrt(tl.where(wide > 0, wide, 1.0))
+    return root * root
