@@ -1,0 +1,223 @@
+"""Codecs for the cold tiers of a model: from names to objects that know its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from coldpage.codecs import (
+    BufferDesc,
+    ColdPageCodec,
+    ConfiguredCodec,
+    KVShape,
+    LayerVectors,
+    LifeCycleDesc,
+    ModelPages,
+    NumberType,
+    PoolDesc,
+    PoolGroupDesc,
+    codec_names,
+    create_codec,
+    take_codec,
+)
+from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
+from coldpage.engine.calibration import Calibration, stored_or_made
+from coldpage.engine.geometry import LayerGeometry
+from coldpage.engine.model import LoadedModel, manager_layers
+from coldpage.errors import ConfigurationError
+from coldpage.kernels.kv_types import KVType
+from coldpage.layout import HotLayout, hot_layout
+from coldpage.types import LayerId, MemAddress, PageClass, PoolGroupIndex, PoolIndex
+
+__all__ = ["ColdCodecs", "make_cold_codecs", "model_pages"]
+
+_PAGE_ALIGNMENT_BYTES: Final = 4096
+_NUMBER_TYPES: Final = {number_type.value: number_type for number_type in NumberType}
+
+
+def model_pages(
+    model: LoadedModel, tokens_per_block: int, calibration: Calibration | None = None
+) -> ModelPages:
+    """What the model's hot pages hold. Without a calibration, neither frequencies nor means. Pure.
+
+    Keys or values of a hot type that packs them have no shape.
+    """
+    types = model.hot_types
+    return {
+        LayerId(index): LayerVectors(
+            _shape(types.key, layer, tokens_per_block),
+            _shape(types.value, layer, tokens_per_block),
+            None if calibration is None else calibration.frequencies[index],
+            None if calibration is None else calibration.key_means[index],
+        )
+        for index, layer in enumerate(model.layers)
+    }
+
+
+def _shape(kv_type: KVType, layer: LayerGeometry, tokens_per_block: int) -> KVShape | None:
+    number_type = _NUMBER_TYPES.get(kv_type.name)
+    if number_type is None:
+        return None
+    return KVShape(layer.num_kv_heads, tokens_per_block, layer.head_dim, number_type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColdCodecs:
+    """A codec for each cold tier of one manager. None: the manager's own, which loses nothing.
+
+    ``calibration`` is None where no codec has use for it.
+    """
+
+    host: ColdPageCodec | None
+    disk: ColdPageCodec | None
+    calibration: Calibration | None
+    specs: tuple[str, str]
+    pages: ModelPages
+    layout: HotLayout  # of hot pages whose sinks are apart
+
+    @classmethod
+    def make(
+        cls,
+        specs: tuple[str, str],
+        calibration: Calibration | None,
+        pages: ModelPages,
+        layout: HotLayout,
+    ) -> ColdCodecs:
+        """``specs`` of the host and the disk tier. Tiers of one codec share the object."""
+        packing = dict.fromkeys(spec for spec in specs if _is_packing(spec))
+        made = {spec: create_codec(spec, pages) for spec in packing}
+        host, disk = (made.get(spec) for spec in specs)
+        return cls(host, disk, calibration, specs, pages, layout)
+
+    def again(self) -> ColdCodecs:
+        """Equal ones, for another manager."""
+        return ColdCodecs.make(self.specs, self.calibration, self.pages, self.layout)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether restored pages may differ from what was computed."""
+        return any(not codec.is_lossless for codec in self.distinct)
+
+    @property
+    def distinct(self) -> tuple[ColdPageCodec, ...]:
+        """Each object once."""
+        return tuple({id(c): c for c in (self.host, self.disk) if c is not None}.values())
+
+    def fractions(self) -> tuple[float, float]:
+        """How large cold pages, but for those of first blocks, are beside hot ones: of the host and
+        of the disk tier."""
+        fresh = self.again()
+        found = {id(codec): _fraction(codec, self.layout) for codec in fresh.distinct}
+        host, disk = (found.get(id(codec), 1.0) for codec in (fresh.host, fresh.disk))
+        return host, disk
+
+    def describe(self, *, has_host: bool = True, has_disk: bool = True) -> str:
+        """How the cold tiers that there are hold pages, for people; empty where nothing is
+        packed."""
+        if not self.distinct:
+            return ""
+        tiers = zip(("host", "disk"), self.specs, self.fractions(), strict=True)
+        parts = [
+            f"{tier} {spec} ({fraction:.3f} of a hot page)"
+            for (tier, spec, fraction), is_there in zip(tiers, (has_host, has_disk), strict=True)
+            if is_there
+        ]
+        known = self.calibration
+        if known is not None:
+            parts.append(f"keys less their means over {known.num_tokens:,} tokens ({known.name})")
+        return ", ".join(parts)
+
+
+def _fraction(codec: ColdPageCodec, layout: HotLayout) -> float:
+    """``codec`` is used up."""
+    taken = take_codec(codec)
+    try:
+        configured = ConfiguredCodec(taken, _somewhere(layout))
+    finally:
+        taken.close()
+    bodies = [lc.life_cycle_id for lc in layout.life_cycles if lc.page_class is PageClass.BODY]
+    cold = sum(configured.cold_page_bytes[life_cycle] for life_cycle in bodies)
+    return cold / sum(layout.page_bytes(life_cycle) for life_cycle in bodies)
+
+
+def _somewhere(layout: HotLayout) -> list[PoolGroupDesc]:
+    """Pools of one slot each, at addresses that nobody uses."""
+    return [
+        PoolGroupDesc(
+            PoolGroupIndex(index),
+            1,
+            tuple(
+                PoolDesc(PoolIndex(pool), MemAddress(_PAGE_ALIGNMENT_BYTES), size)
+                for pool, size in enumerate(sizes)
+            ),
+            tuple(
+                LifeCycleDesc(
+                    lc.life_cycle_id,
+                    lc.layer_group_id,
+                    lc.page_class,
+                    tuple(
+                        BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
+                        for b in lc.buffers
+                    ),
+                )
+                for lc in layout.life_cycles
+                if lc.hot_pool_group == index
+            ),
+        )
+        for index, sizes in enumerate(layout.slot_bytes)
+    ]
+
+
+def make_cold_codecs(
+    model: LoadedModel,
+    tokens_per_block: int,
+    host: str,
+    disk: str | None,
+    progress: Callable[[str], None],
+) -> ColdCodecs:
+    """``host`` and ``disk`` are what ``create_codec`` takes; ``disk`` None is as ``host``, so that
+    what moves between the two is copied as it is.
+
+    A codec that takes means out of keys gets the stored calibration; where there is none, one is
+    made now, which ``progress`` is told. The model is not switched to paged attention yet. Raises
+    ConfigurationError or ModelError.
+    """
+    specs = (host.strip(), (host if disk is None else disk).strip())
+    packing = [spec for spec in dict.fromkeys(specs) if _is_packing(spec)]
+    plain_pages = model_pages(model, tokens_per_block)
+    for spec in packing:
+        _check(spec, plain_pages, model)
+    is_calibrated = any(_uses_calibration(name) for spec in packing for name in _names(spec))
+    calibration = stored_or_made(model, progress) if is_calibrated else None
+    pages = model_pages(model, tokens_per_block, calibration)
+    layout = hot_layout(manager_layers(model, tokens_per_block), separate_sinks=True)
+    return ColdCodecs.make(specs, calibration, pages, layout)
+
+
+def _names(spec: str) -> set[str]:
+    """The codecs of ``NAME,GROUP=NAME,...``."""
+    return {part.rpartition("=")[2].strip() for part in spec.split(",")}
+
+
+def _is_packing(spec: str) -> bool:
+    return _names(spec) != {LOSSLESS}
+
+
+def _check(spec: str, pages: ModelPages, model: LoadedModel) -> None:
+    """Refuses what can not work before anybody waits for a calibration."""
+    if spec in codec_names() and spec not in PACKED_FORMATS:
+        return  # a codec of another package is made only once
+    create_codec(spec, pages).close()
+    if any(layer.key is None or layer.value is None for layer in pages.values()):
+        raise ConfigurationError(
+            f"codec {spec} can not pack hot pages with {model.hot_types}, which are packed "
+            f"already: use the codec {LOSSLESS}, or other cache types"
+        )
+
+
+def _uses_calibration(name: str) -> bool:
+    if name not in PACKED_FORMATS:
+        return True  # a codec of another package may ask for anything
+    formats = PACKED_FORMATS[name]
+    return formats is not None and formats.turns_back
