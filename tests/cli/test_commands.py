@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from coldpage.cli.commands import coldpage
 from coldpage.cli.serve_command import ServeFlags, settings_of
+from coldpage.engine.random_model import write_random_model
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.errors import ConfigurationError, DeviceError, ModelError
 
@@ -67,15 +68,85 @@ def test_the_version_is_shown() -> None:
     assert result.output.startswith("coldpage, version 0.")
 
 
-def test_cache_types_that_a_model_can_not_have_are_one_sentence() -> None:
-    arguments = ["verify", "--random-model", "--device", "cpu", "--cache-type-k", "turbo4"]
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--cache-type-k", "turbo4"], "hot pages of keys as turbo4"),
+        (
+            ["--cache-type-v", "q8_0", "--disk-codec", "int8"],
+            "codec int8 can not pack hot pages with keys as f32 and values as q8_0, which are "
+            "packed already: use the codec concat, or other cache types",
+        ),
+        (["--host-codec", "k8v4"], "codec k8v4 can not pack the values of layer 0: heads of 16"),
+    ],
+)
+def test_types_that_a_model_can_not_have_are_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path
+) -> None:
+    write_random_model(tmp_path / "model")
+    arguments = ["verify", str(tmp_path / "model"), "--device", "cpu", *flags]
     result = CliRunner().invoke(coldpage, arguments)
     assert result.exit_code == 2
-    assert result.stderr.startswith("coldpage: hot pages of keys as turbo4")
+    assert result.stderr.startswith(f"coldpage: {sentence}")
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "verify", "inspect", "clean"])
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--host-codec", "int5"], "there is no codec 'int5': choose one of concat, int8, fp8"),
+        (["--disk-codec", "int8,one=concat"], "'one=concat' is not GROUP=NAME"),
+        (["--disk-codec", "int8,1=gzip"], "'gzip' is none of them"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "demo", "verify"])
+def test_a_codec_that_is_none_is_named(command: str, flags: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(coldpage, [command, *flags])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flags[0]}'" in result.stderr
+    assert sentence in " ".join(result.stderr.split())
+
+
+def test_the_help_has_the_codecs_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coldpage.cli.codec_flags.codec_names", lambda: ("concat", "theirs"))
+    result = CliRunner().invoke(coldpage, ["serve", "--help"])
+    text = " ".join(result.output.split())
+    assert "Codecs: concat, theirs. All but concat" in text
+    assert "such as turbo4 or int8,1=concat" in text
+    assert "such as --host-codec concat --disk-codec turbo4" in text
+
+
+def test_calibrate_reads_a_text_and_says_where_the_result_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_random_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    command = ["calibrate", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32"]
+    for content, sentence in (
+        (None, f"--text {text} can not be read: "),
+        (b"\xff\xfe", f"--text {text} can not be read: 'utf-8' codec"),
+        (b"too short", "the text has "),
+    ):
+        if content is not None:
+            text.write_bytes(content)
+        result = CliRunner().invoke(coldpage, [*command, "--text", str(text)])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"coldpage: {sentence}")
+        assert result.stderr.count("\n") == 1
+    text.write_text("one two three " * 300)
+    result = CliRunner().invoke(coldpage, [*command, "--text", str(text)])
+    assert result.exit_code == 0, result.stderr
+    *_, summary, stored = result.output.splitlines()
+    assert "calibrating model: 0 of " in result.output
+    assert summary.startswith("model, float32: means of the keys of ")
+    assert "3 layers turn keys" in summary
+    path = Path(stored.removeprefix("Stored in "))
+    assert path.parent == tmp_path / "coldpage" / "models"
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "verify", "inspect", "clean", "calibrate"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(coldpage, [command, "--help"])
     assert result.exit_code == 0
@@ -94,6 +165,8 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         dtype="float32",
         cache_type_k="q8_0",
         cache_type_v="turbo4",
+        host_codec="turbo3",
+        disk_codec="int8,0=concat",
         max_batch=3,
         max_waiting=5000,
         pool_ratio="0.7, 0.3",
@@ -110,6 +183,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert settings.model == str(model)
     assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
     assert (settings.cache_type_k, settings.cache_type_v) == ("q8_0", "turbo4")
+    assert (settings.host_codec, settings.disk_codec) == ("turbo3", "int8,0=concat")
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
     assert settings.pool_ratio == (0.7, 0.3)
     assert (settings.instance_id, settings.shutdown_budget_s) == ("mine", 3.0)
@@ -124,6 +198,7 @@ def test_without_flags_the_bundled_model_gets_all_tiers(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = settings_of(ServeFlags())
     assert settings.model is None
+    assert (settings.host_codec, settings.disk_codec) == ("concat", None)
     assert min(settings.hot_bytes, settings.host_bytes, settings.disk_bytes) > 0
     assert settings.disk_path == str(tmp_path / "coldpage" / "disk")
     assert settings.save_path == str(tmp_path / "coldpage" / "saved")
@@ -202,7 +277,11 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
         runner.invoke(coldpage, ["demo", "--device", "cpu", "--dtype", "float32", *flags]).exit_code
         == 3
     )
-    assert runner.invoke(coldpage, ["verify", "--inject", "flip", *made, *flags]).exit_code == 3
+    codecs = ["--host-codec", "int8", "--disk-codec", "turbo4"]
+    assert (
+        runner.invoke(coldpage, ["verify", "--inject", "flip", *made, *codecs, *flags]).exit_code
+        == 3
+    )
     common = {
         "num_conversations": 4,
         "num_rounds": 2,
@@ -211,7 +290,14 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
     }
     assert seen == [
         DemoOptions(device="cpu", dtype="float32", **common),
-        VerifyOptions(has_random_model=True, device="cuda:1", injection=Injection.FLIP, **common),
+        VerifyOptions(
+            has_random_model=True,
+            device="cuda:1",
+            host_codec="int8",
+            disk_codec="turbo4",
+            injection=Injection.FLIP,
+            **common,
+        ),
     ]
     sys.modules["coldpage.engine.verify"].__dict__["run_verify"] = fails
     result = runner.invoke(coldpage, ["verify"])

@@ -9,9 +9,12 @@ import click
 from rich.console import Console
 
 from coldpage.cli.bench_command import bench
+from coldpage.cli.calibrate_command import calibrate
+from coldpage.cli.codec_flags import codec_flags
 from coldpage.cli.device_flag import device_flag
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.instance_commands import run_clean, run_inspect
+from coldpage.cli.quality_command import quality
 from coldpage.cli.tiers import DEFAULT_GPU_HOT_FRACTION, DEFAULT_TIERS
 from coldpage.config import DiskAdmission
 from coldpage.engine.settings import CACHE_TYPES, DemoOptions, Injection, VerifyOptions
@@ -37,10 +40,14 @@ def coldpage() -> None:
       coldpage verify                      proof that nothing differs
       coldpage inspect                     what is on disk
       coldpage bench migrate               how fast pages move here
+      coldpage quality                     what codecs cost a model
+      coldpage calibrate --text notes.txt  what codecs take out of keys, from a text of yours
     """
 
 
 coldpage.add_command(bench)
+coldpage.add_command(quality)
+coldpage.add_command(calibrate)
 
 
 def _model_flags(command: _Command) -> _Command:
@@ -86,6 +93,7 @@ def _size_help(text: str, tier: str, resource: str) -> str:
 @device_flag
 @_dtype_flag
 @_cache_type_flags
+@codec_flags
 @click.option(
     "--hot",
     metavar="SIZE",
@@ -172,6 +180,7 @@ def serve(**flags: Any) -> None:
       coldpage serve
       coldpage serve ~/models/llama --hot 8GiB --host 25% --disk /var/tmp/pages:100GiB
       coldpage serve model.gguf --host none --disk none --port 9000
+      coldpage serve --host-codec turbo4
     """
     with failures_as_sentences():
         from coldpage.cli.serve_command import ServeFlags, run_serve
@@ -230,6 +239,7 @@ def _run_flags(command: _Command) -> _Command:
 @device_flag
 @_dtype_flag
 @_cache_type_flags
+@codec_flags
 @_run_flags
 def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
     """Play conversations on a hot tier that holds a few of them, and time each turn.
@@ -240,6 +250,7 @@ def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
     Examples:
       coldpage demo
       coldpage demo --conversations 4 --rounds 2
+      coldpage demo --host-codec turbo4
     """
     with failures_as_sentences():
         from coldpage.cli.serve_command import check_model
@@ -260,6 +271,7 @@ def demo(model: str | None, block_tokens: int, **flags: Any) -> None:
 )
 @device_flag
 @_cache_type_flags
+@codec_flags
 @_run_flags
 @click.option(
     "--inject",
@@ -274,13 +286,16 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
 
     A run under pressure is recorded, replayed on a hot tier that holds everything, and compared
     with plain transformers, all in float32. Other cache types lose something against plain
-    transformers, and are compared with the replay alone.
+    transformers, and are compared with the replay alone. Where a codec loses something, the
+    replay's pages go through it where the run's did, and must then be equal; what that costs is
+    measured beside a replay without codecs.
 
     \b
     Examples:
       coldpage verify
       coldpage verify --inject flip
       coldpage verify --cache-type-k q8_0 --cache-type-v turbo4
+      coldpage verify --host-codec turbo4
       coldpage verify --device cuda --random-model
     """
     with failures_as_sentences():

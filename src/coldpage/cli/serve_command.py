@@ -51,6 +51,8 @@ class ServeFlags:
     dtype: str = "auto"
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
+    host_codec: str = "concat"
+    disk_codec: str | None = None
     bind: str = "127.0.0.1"
     port: int = 8080
     max_batch: int = 8
@@ -127,6 +129,8 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         dtype=flags.dtype,
         cache_type_k=flags.cache_type_k,
         cache_type_v=flags.cache_type_v,
+        host_codec=flags.host_codec,
+        disk_codec=flags.disk_codec,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
         max_waiting=flags.max_waiting,
@@ -168,6 +172,8 @@ class StartReport:
         """The table, the address and a line to paste."""
         self.close()
         self._console.print(self._table(ready))
+        if ready.codecs:
+            self._line(f"Cold pages: {ready.codecs}.")
         if ready.instance_id:
             self._line(
                 f"Instance {ready.instance_id}: the next start with this id goes on with it."

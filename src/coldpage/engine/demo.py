@@ -21,6 +21,7 @@ from coldpage.engine.assembly import (
     build_manager,
     with_hot_types,
 )
+from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
 from coldpage.engine.conversations import (
     ANSWER_TOKENS,
     TURN_TOKENS,
@@ -67,13 +68,22 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         model = with_hot_types(
             model, options.cache_type_k, options.cache_type_v, options.tokens_per_block
         )
+        codecs = make_cold_codecs(
+            model,
+            options.tokens_per_block,
+            options.host_codec,
+            options.disk_codec,
+            lambda text: progress.update(task, description=text),
+        )
         progress.remove_task(task)
-        with _managers(model, options) as (manager, plain_manager):
+        with _managers(model, codecs, options) as (manager, plain_manager):
             rows = _play_and_recompute(model, options, manager, plain_manager, progress)
             moved = dict(manager.stats().moved_pages)
             levels = manager.stats().levels
     sizes = ", ".join(f"{level.name} {level.capacity_tokens:,} tokens" for level in levels)
     console.print(f"{model.name}, {model.form} on {device}; tiers: {sizes}")
+    if described := codecs.describe():
+        console.print(f"cold pages: {described}")
     console.print(_table(rows, options.num_conversations))
     _summarize(console, rows, moved)
     return 0
@@ -81,7 +91,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
 
 @contextlib.contextmanager
 def _managers(
-    model: LoadedModel, options: DemoOptions
+    model: LoadedModel, codecs: ColdCodecs, options: DemoOptions
 ) -> Iterator[tuple[KVCacheManager, KVCacheManager]]:
     """The tiered manager, and one with room for a single conversation to recompute in."""
     tokens = options.conversation_tokens + options.num_rounds * (TURN_TOKENS + ANSWER_TOKENS)
@@ -93,8 +103,8 @@ def _managers(
         )
         tiers = (
             DeviceTierConfig(options.num_hot_conversations * one),
-            HostTierConfig(_NUM_HOST_CONVERSATIONS * one),
-            DiskTierConfig(directory, 2 * options.num_conversations * one),
+            HostTierConfig(_NUM_HOST_CONVERSATIONS * one, codecs.host),
+            DiskTierConfig(directory, 2 * options.num_conversations * one, codecs.disk),
         )
         device = stack.enter_context(page_device(model.model.device))
         block = options.tokens_per_block

@@ -56,7 +56,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
     ``model`` None is the bundled model; ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``;
     ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; the cache types are how keys and values are
-    kept hot (``engine.settings.CACHE_TYPES``); on a GPU the hot tier gets
+    kept hot (``engine.settings.CACHE_TYPES``); the codecs of the cold tiers are what
+    ``create_codec`` takes, ``disk_codec`` None: as the host tier; on a GPU the hot tier gets
     ``gpu_hot_fraction`` of what is free there once the weights are loaded, None: ``hot_bytes`` too;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
@@ -77,6 +78,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
+    host_codec: str = "concat"
+    disk_codec: str | None = None
     tokens_per_block: int = 16
     max_batch: int = 8
     max_waiting: int = 64
@@ -203,6 +206,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     instance_id: str = ""  # of the disk tier; empty: there is none
     device: str = "cpu"  # or a GPU, such as cuda:0
     cache_types: str = ""  # how keys and values are kept hot; empty: in the model's own type
+    codecs: str = ""  # how cold pages are packed; empty: they are copied
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta"):

@@ -28,6 +28,7 @@ from coldpage.config import (
 )
 from coldpage.engine.admission import EngineLimits
 from coldpage.engine.assembly import build_manager, served_model, with_hot_types
+from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
 from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
@@ -59,11 +60,11 @@ _MAX_PREPARED_ROWS: Final = 32
 _LOG = logging.getLogger(__name__)
 
 
-def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
-    """The tiers that the settings ask for. Raises ConfigurationError."""
+def cache_tiers(settings: EngineSettings, codecs: ColdCodecs) -> tuple[CacheTierConfig, ...]:
+    """The tiers that the settings ask for, with these codecs. Raises ConfigurationError."""
     tiers: list[CacheTierConfig] = [DeviceTierConfig(settings.hot_bytes)]
     if settings.host_bytes:
-        tiers.append(HostTierConfig(settings.host_bytes))
+        tiers.append(HostTierConfig(settings.host_bytes, codecs.host))
     if settings.disk_bytes:
         if settings.disk_path is None:
             raise ConfigurationError("the disk tier has a size and no path: give it a directory")
@@ -71,6 +72,7 @@ def cache_tiers(settings: EngineSettings) -> tuple[CacheTierConfig, ...]:
             DiskTierConfig(
                 settings.disk_path,
                 settings.disk_bytes,
+                codecs.disk,
                 instance_id=settings.instance_id,
                 write_behind=True,
                 time_to_live_s=settings.disk_ttl_s,
@@ -125,7 +127,7 @@ def _start_and_serve(
 
     with contextlib.ExitStack() as stack:
         try:
-            model, manager = _build(settings, progress, stack)
+            model, manager, codecs = _build(settings, progress, stack)
         except Exception as error:
             if not isinstance(error, ColdpageError):
                 _LOG.exception("the engine can not start")
@@ -141,7 +143,7 @@ def _start_and_serve(
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error
         loop = EngineLoop(scheduler, manager, channel.send, control)
-        status = _serve(channel, model, manager, loop, termination)
+        status = _serve(channel, model, manager, loop, termination, codecs)
         if status == 0:
             scheduler.close()
             _flush(manager, settings.shutdown_budget_s)
@@ -150,18 +152,22 @@ def _start_and_serve(
 
 def _build(
     settings: EngineSettings, progress: Callable[[str], None], stack: contextlib.ExitStack
-) -> tuple[LoadedModel, KVCacheManager]:
-    """The model, and a manager that ``stack`` closes, with the device that holds its pages."""
+) -> tuple[LoadedModel, KVCacheManager, str]:
+    """The model, a manager that ``stack`` closes, with the device that holds its pages, and how
+    its cold pages are packed."""
     device = choose_device(settings.device)
     model = load_model(settings.model, choose_dtype(settings.dtype, device), progress, device)
     model = with_hot_types(
         model, settings.cache_type_k, settings.cache_type_v, settings.tokens_per_block
     )
+    codecs = make_cold_codecs(
+        model, settings.tokens_per_block, settings.host_codec, settings.disk_codec, progress
+    )
     progress("making room for the cache")
     if device.type == "cuda" and settings.gpu_hot_fraction is not None:
         hot_bytes = int(settings.gpu_hot_fraction * free_gpu_bytes(device))
         settings = msgspec.structs.replace(settings, hot_bytes=hot_bytes)
-    tiers = cache_tiers(settings)
+    tiers = cache_tiers(settings, codecs)
     manager = build_manager(
         model,
         tiers,
@@ -170,7 +176,8 @@ def _build(
         pool_ratio=settings.pool_ratio,
         on_progress=_SlotProgress(progress),
     )
-    return model, stack.enter_context(manager)
+    described = codecs.describe(has_host=settings.host_bytes > 0, has_disk=settings.disk_bytes > 0)
+    return model, stack.enter_context(manager), described
 
 
 def _scheduler(
@@ -204,6 +211,7 @@ def _serve(
     manager: KVCacheManager,
     loop: EngineLoop,
     termination: _Termination,
+    codecs: str,
 ) -> int:
     termination.loop = loop
     channel.send(
@@ -216,6 +224,7 @@ def _serve(
             instance_id=", ".join(manager.instance_ids),
             device=str(model.model.device),
             cache_types="" if model.hot_types.is_plain(model.dtype) else str(model.hot_types),
+            codecs=codecs,
         )
     )
     intake = Intake(channel, model, loop.commands)

@@ -5,7 +5,7 @@ restored pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,16 +24,22 @@ if TYPE_CHECKING:
     from coldpage.sequence import KVCache
 
 __all__ = [
+    "PageContents",
     "PageDigests",
     "PageHasher",
+    "Place",
     "RecordedItem",
     "RecordedRestore",
     "RecordedStep",
     "Recorder",
 ]
 
-# (layer group, block) -> a 128-bit hash of the bytes of all the page's written positions.
-PageDigests = dict[tuple[LayerGroupId, BlockOrdinal], bytes]
+# Of a page in its cache.
+Place = tuple[LayerGroupId, BlockOrdinal]
+# A 128-bit hash of the bytes of all the page's written positions.
+PageDigests = dict[Place, bytes]
+# Of the parts of a page, in order.
+PageContents = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +63,20 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRestore:
-    """A cache that came back hot before step ``step_index``."""
+    """A cache that came back hot before step ``step_index``.
+
+    ``partial`` has the contents of its pages that tokens do not fill, if they were asked for.
+    """
 
     step_index: int
     request_id: str
     history_length: int
     digests: PageDigests
+    partial: dict[Place, PageContents] = field(default_factory=dict)
 
 
 class PageHasher:
-    """Hashes the hot pages of a cache."""
+    """Hashes the hot pages of a cache, and copies them. They are quiescent."""
 
     def __init__(self, model: LoadedModel, manager: KVCacheManager) -> None:
         self._tokens_per_block = manager.tokens_per_block
@@ -81,7 +91,7 @@ class PageHasher:
 
     def digests(self, kv_cache: KVCache, num_tokens: int) -> PageDigests:
         """Hashes of the pages that hold the first ``num_tokens`` positions; missing and stale
-        blocks are left out. The pages are quiescent.
+        blocks are left out.
         """
         missing = set(kv_cache.missing_blocks())
         found: PageDigests = {}
@@ -98,6 +108,21 @@ class PageHasher:
                     [page[place] for page in pages], num_written
                 )
         return found
+
+    def is_partial(self, place: Place, num_tokens: int) -> bool:
+        """Whether so many tokens leave a part of the page's positions unwritten."""
+        return (place[1] + 1) * self._tokens_per_block > num_tokens
+
+    def read(self, kv_cache: KVCache, place: Place) -> PageContents:
+        """A copy of what a page holds."""
+        slot = int(kv_cache.page_indices(place[0])[place[1]])
+        return [buffer[slot].clone() for buffer in self._buffers[place[0]]]
+
+    def write(self, kv_cache: KVCache, place: Place, contents: PageContents) -> None:
+        """Overwrite a page with what another held."""
+        slot = int(kv_cache.page_indices(place[0])[place[1]])
+        for buffer, part in zip(self._buffers[place[0]], contents, strict=True):
+            buffer[slot] = part
 
     @staticmethod
     def _digest(buffers: list[npt.NDArray[np.uint8]], num_tokens: int) -> bytes:
@@ -116,11 +141,12 @@ def _bytes_of(pages: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 class Recorder:
     """A scheduler's observer that keeps everything. ``caches`` are the caches seen last, by
-    request.
+    request. ``keeps_partial``: what pages held that tokens did not fill is kept too.
     """
 
-    def __init__(self, hasher: PageHasher) -> None:
+    def __init__(self, hasher: PageHasher, *, keeps_partial: bool = False) -> None:
         self._hasher = hasher
+        self._keeps_partial = keeps_partial
         self.steps: list[RecordedStep] = []
         self.restores: list[RecordedRestore] = []
         self.caches: dict[str, KVCache] = {}
@@ -147,4 +173,10 @@ class Recorder:
         self.caches[request_id] = kv_cache
         history = kv_cache.history_length
         digests = self._hasher.digests(kv_cache, history)
-        self.restores.append(RecordedRestore(len(self.steps), request_id, history, digests))
+        partial: dict[Place, PageContents] = {}
+        if self._keeps_partial:
+            places = [place for place in digests if self._hasher.is_partial(place, history)]
+            partial = {place: self._hasher.read(kv_cache, place) for place in places}
+        self.restores.append(
+            RecordedRestore(len(self.steps), request_id, history, digests, partial)
+        )

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from coldpage.engine.planning import ItemPurpose
-from coldpage.engine.recording import PageHasher, RecordedItem, RecordedRestore, Recorder
+from coldpage.engine.recording import (
+    PageHasher,
+    Place,
+    RecordedItem,
+    RecordedRestore,
+    Recorder,
+)
 from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.types import BlockOrdinal
 
@@ -50,7 +56,10 @@ class Comparison:
 
 
 class Replay:
-    """Replays one recording. ``conversation_of`` maps a request to what its cache is kept under."""
+    """Replays one recording. ``conversation_of`` maps a request to what its cache is kept under.
+
+    Subclasses compare in other ways.
+    """
 
     def __init__(
         self,
@@ -64,13 +73,13 @@ class Replay:
     ) -> None:
         """``is_lossy``: hot pages hold rounded numbers."""
         self._recorder = recorder
-        self._conversation_of = conversation_of
+        self.conversation_of = conversation_of
         self._manager = manager
         self._runner = runner
-        self._hasher = hasher
+        self.hasher = hasher
         self._caches: dict[str, KVCache] = {}
         # The first recomputed block of each conversation that has one.
-        self._first_recomputed: dict[str, BlockOrdinal] = {}
+        self.first_recomputed: dict[str, BlockOrdinal] = {}
         self._expected: dict[str, int] = {}  # the token that the replay chose last, by request
         self.comparison = Comparison(
             _RECOMPUTED_LOSSY_TOLERANCE if is_lossy else _RECOMPUTED_TOLERANCE
@@ -81,33 +90,39 @@ class Replay:
         restores = list(self._recorder.restores)
         for index, step in enumerate(self._recorder.steps):
             while restores and restores[0].step_index <= index:
-                self._compare_pages(restores.pop(0))
+                restore = restores.pop(0)
+                kv_cache = self._caches.get(self.conversation_of(restore.request_id))
+                if kv_cache is not None:
+                    self.compare_pages(restore, kv_cache)
             self._run_step(step.items)
             on_step(index + 1)
         for kv_cache in self._caches.values():
             kv_cache.close()
         return self.comparison
 
-    def _compare_pages(self, restore: RecordedRestore) -> None:
-        conversation = self._conversation_of(restore.request_id)
-        kv_cache = self._caches.get(conversation)
-        if kv_cache is None:
-            return
+    def compare_pages(self, restore: RecordedRestore, kv_cache: KVCache) -> None:
+        """Of a cache that came back, with the replay's own."""
+        for place in self.differing(restore, kv_cache):
+            self.differ(restore, place)
+
+    def differing(self, restore: RecordedRestore, kv_cache: KVCache) -> list[Place]:
+        """Which of the pages that came back have other bytes here; the others are counted."""
         # Another chunk shape rounds differently, in that block and in what was computed after it.
-        stop = self._first_recomputed.get(conversation)
-        expected = self._hasher.digests(
+        stop = self.first_recomputed.get(self.conversation_of(restore.request_id))
+        expected = self.hasher.digests(
             kv_cache, min(restore.history_length, kv_cache.history_length)
         )
-        for place, digest in restore.digests.items():
-            if stop is not None and place[1] >= stop:
-                continue
-            if expected.get(place) == digest:
-                self.comparison.num_pages += 1
-            else:
-                self.comparison.differ(
-                    f"{restore.request_id}: block {place[1]} of layer group {place[0]} came back "
-                    "with other bytes"
-                )
+        compared = [p for p in restore.digests if stop is None or p[1] < stop]
+        wrong = [p for p in compared if expected.get(p) != restore.digests[p]]
+        self.comparison.num_pages += len(compared) - len(wrong)
+        return wrong
+
+    def differ(self, restore: RecordedRestore, place: Place) -> None:
+        """Note that a page came back with other bytes."""
+        self.comparison.differ(
+            f"{restore.request_id}: block {place[1]} of layer group {place[0]} came back "
+            "with other bytes"
+        )
 
     def _run_step(self, items: tuple[RecordedItem, ...]) -> None:
         block = self._manager.tokens_per_block
@@ -135,22 +150,22 @@ class Replay:
             step_items.append(StepItem(kv_cache, item.start, item.token_ids, wanted))
         outputs = self._runner.forward(step_items)
         for item, step_item, output in zip(items, step_items, outputs, strict=True):
-            self._compare_tokens(item)
+            self.compare_tokens(item)
             if item.purpose is not ItemPurpose.RECOMPUTE:
-                self._caches[self._conversation_of(item.request_id)].commit(step_item.token_ids)
+                self._caches[self.conversation_of(item.request_id)].commit(step_item.token_ids)
             if output is not None and item.logits is not None:
-                self._compare_logits(item, item.logits, output)
+                self.compare_logits(item, item.logits, output)
         for fork in forks:
             fork.close()
 
     def _note_recomputed(self, item: RecordedItem) -> None:
-        conversation = self._conversation_of(item.request_id)
+        conversation = self.conversation_of(item.request_id)
         ordinal = BlockOrdinal(item.start // self._manager.tokens_per_block)
-        first = self._first_recomputed.get(conversation, ordinal)
-        self._first_recomputed[conversation] = min(first, ordinal)
+        first = self.first_recomputed.get(conversation, ordinal)
+        self.first_recomputed[conversation] = min(first, ordinal)
 
     def _cache_for(self, item: RecordedItem) -> KVCache:
-        conversation = self._conversation_of(item.request_id)
+        conversation = self.conversation_of(item.request_id)
         if conversation not in self._caches:
             self._caches[conversation] = self._manager.create_kv_cache()
             self._resume(self._caches[conversation])
@@ -161,7 +176,7 @@ class Replay:
         assert kv_cache.resume(), "the replay's hot level is too small"
         kv_cache.synchronize()
 
-    def _compare_tokens(self, item: RecordedItem) -> None:
+    def compare_tokens(self, item: RecordedItem) -> None:
         """A decoded token is fed to the next step: it must be the one that the replay chose."""
         if item.purpose is not ItemPurpose.DECODE or item.request_id not in self._expected:
             return
@@ -173,13 +188,14 @@ class Replay:
                 f"the replay chose {expected}"
             )
 
-    def _compare_logits(
+    def compare_logits(
         self, item: RecordedItem, seen: torch.Tensor, expected: torch.Tensor
     ) -> None:
+        """What the run computed, with what the replay does."""
         comparison = self.comparison
         where = f"{item.request_id}: logits at position {item.start + item.token_ids.size - 1}"
         self._expected[item.request_id] = int(np.argmax(expected[-1].numpy()))
-        if self._conversation_of(item.request_id) not in self._first_recomputed:
+        if self.conversation_of(item.request_id) not in self.first_recomputed:
             if torch.equal(seen, expected):
                 comparison.num_rows += len(seen)
             else:

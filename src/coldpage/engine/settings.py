@@ -25,8 +25,9 @@ class Injection(enum.Enum):
 class DemoOptions:
     """``coldpage demo``: conversations that take turns on a hot level which holds a few of them.
 
-    ``model`` None is the bundled model. The cache types are CACHE_TYPES. ``disk_directory`` None is
-    a temporary directory, removed afterwards.
+    ``model`` None is the bundled model. The cache types are CACHE_TYPES, the codecs what
+    ``create_codec`` takes; ``disk_codec`` None is as the host tier. ``disk_directory`` None is a
+    temporary directory, removed afterwards.
     """
 
     model: str | None = None
@@ -34,6 +35,8 @@ class DemoOptions:
     dtype: str = "auto"
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
+    host_codec: str = "concat"
+    disk_codec: str | None = None
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2
@@ -48,8 +51,9 @@ class VerifyOptions:
     ``generate``, compared.
 
     ``model`` None is the bundled model; ``has_random_model``: a small one made for the run instead.
-    The cache types are CACHE_TYPES; with other types than float32 ``generate`` says something else,
-    so it is no witness. ``disk_directory`` None is a temporary directory, removed afterwards.
+    The cache types are CACHE_TYPES, the codecs what ``create_codec`` takes, ``disk_codec`` None as
+    the host tier; where those lose something ``generate`` says something else, so it is no
+    witness. ``disk_directory`` None is a temporary directory, removed afterwards.
     """
 
     model: str | None = None
@@ -57,6 +61,8 @@ class VerifyOptions:
     device: str = "auto"
     cache_type_k: str = "auto"
     cache_type_v: str = "auto"
+    host_codec: str = "concat"
+    disk_codec: str | None = None
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine.assembly import (
@@ -24,6 +23,8 @@ from coldpage.engine.assembly import (
     build_manager,
     with_hot_types,
 )
+from coldpage.engine.codec_replay import CodecReplay, LosslessReplay
+from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
 from coldpage.engine.conversations import (
     ANSWER_TOKENS,
     TURN_TOKENS,
@@ -36,21 +37,23 @@ from coldpage.engine.conversations import (
 from coldpage.engine.geometry import cache_argument
 from coldpage.engine.model import LoadedModel, load_model
 from coldpage.engine.placement import choose_device, page_device
-from coldpage.engine.random_model import write_random_model
+from coldpage.engine.random_model import SMALL, write_random_model
 from coldpage.engine.recording import PageHasher, Recorder
 from coldpage.engine.replay import Comparison, Replay
+from coldpage.engine.round_trip import RoundTrip
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
+from coldpage.engine.verify_report import NEAR_TIE, Findings, PressureRun, report
 from coldpage.errors import ModelError
-from coldpage.manager import ManagerStats
+from coldpage.manager import KVCacheManager
 from coldpage.types import Int32Array
 
 __all__ = ["run_verify"]
 
-# Where the two best logits lie closer than this, another order of summation may choose the other.
-_NEAR_TIE: Final = 1e-3
 _NUM_HOST_CONVERSATIONS: Final = 2
+# Heads that every codec can pack.
+_RANDOM_MODEL: Final = replace(SMALL, head_dim=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +65,25 @@ class _Sizes:
     disk: int
 
 
-@dataclass(frozen=True, slots=True)
-class _PressureRun:
-    """The recorded run and what the manager and the scheduler counted in it."""
-
-    recorder: Recorder
-    conversations: list[Conversation]
-    stats: ManagerStats
-    num_recomputed_blocks: int
-
-
 def _conversation_tokens(options: VerifyOptions) -> int:
     return options.conversation_tokens + options.num_rounds * (TURN_TOKENS + ANSWER_TOKENS)
 
 
-def _sizes(options: VerifyOptions, bytes_per_block: int) -> _Sizes:
+def _sizes(options: VerifyOptions, bytes_per_block: int, codecs: ColdCodecs) -> _Sizes:
+    """The host tier has room for as many blocks whatever its codec is."""
     blocks = -(-_conversation_tokens(options) // options.tokens_per_block) + 1
     per_conversation = blocks * bytes_per_block
     # Too small: host and disk hold fewer blocks than the idle sessions, whose pages go last.
     is_full = options.injection is Injection.FULL
     disk = per_conversation // 4 if is_full else 2 * options.num_conversations * per_conversation
     num_host = _NUM_HOST_CONVERSATIONS // 2 if is_full else _NUM_HOST_CONVERSATIONS
+    # First blocks are kept whole.
+    fraction, _ = codecs.fractions()
+    host_part = fraction + (1 - fraction) / blocks
     return _Sizes(
         hot=int(options.num_hot_conversations * per_conversation / MAX_LOCKED_FRACTION)
         + bytes_per_block,
-        host=num_host * per_conversation,
+        host=int(num_host * per_conversation * host_part),
         disk=disk,
     )
 
@@ -106,7 +103,7 @@ def _model_source(options: VerifyOptions) -> Iterator[str | None]:
         yield options.model
         return
     with tempfile.TemporaryDirectory(prefix="coldpage-model-") as directory:
-        write_random_model(Path(directory) / "random")
+        write_random_model(Path(directory) / "random", _RANDOM_MODEL)
         yield str(Path(directory) / "random")
 
 
@@ -127,27 +124,45 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
         model = with_hot_types(
             model, options.cache_type_k, options.cache_type_v, options.tokens_per_block
         )
+        codecs = _codecs(model, options, progress)
         with _disk_directory(options) as directory:
-            run = _run_under_pressure(model, options, directory, progress)
-        comparison = _replay(model, options, run, progress)
-        num_near_ties: int | None = None
-        if model.hot_types.is_plain(model.dtype):
+            run = _run_under_pressure(model, options, codecs, directory, progress)
+        findings = _Replays(model, codecs, options, run, progress).compare()
+        if not codecs.is_lossy and model.hot_types.is_plain(model.dtype):
             reference = load_model(source, torch.float32, lambda text: None, device)
-            num_near_ties = _compare_with_generate(reference, run, comparison, progress)
+            findings.num_near_ties = _compare_with_generate(
+                reference, run, findings.comparison, progress
+            )
     console.print(f"{model.name} in {model.form} on {device}")
-    _report(console, options, run, comparison, num_near_ties)
-    is_proven = comparison.num_differences == 0 and _injection_showed(options, run)
-    return 0 if is_proven else 1
+    return 0 if report(console, options, run, findings) else 1
+
+
+def _codecs(model: LoadedModel, options: VerifyOptions, progress: Progress) -> ColdCodecs:
+    """Before the model is switched to paged attention, for good."""
+    task = progress.add_task("making the codecs", total=None)
+    codecs = make_cold_codecs(
+        model,
+        options.tokens_per_block,
+        options.host_codec,
+        options.disk_codec,
+        lambda text: progress.update(task, description=text),
+    )
+    progress.remove_task(task)
+    return codecs
 
 
 def _run_under_pressure(
-    model: LoadedModel, options: VerifyOptions, directory: str, progress: Progress
-) -> _PressureRun:
-    sizes = _sizes(options, block_bytes(model, options.tokens_per_block))
+    model: LoadedModel,
+    options: VerifyOptions,
+    codecs: ColdCodecs,
+    directory: str,
+    progress: Progress,
+) -> PressureRun:
+    sizes = _sizes(options, block_bytes(model, options.tokens_per_block), codecs)
     tiers = (
         DeviceTierConfig(sizes.hot),
-        HostTierConfig(sizes.host),
-        DiskTierConfig(directory, sizes.disk),
+        HostTierConfig(sizes.host, codecs.host),
+        DiskTierConfig(directory, sizes.disk, codecs.disk),
     )
     conversations = make_conversations(
         model.tokenizer, options.num_conversations, options.conversation_tokens, options.num_rounds
@@ -158,7 +173,7 @@ def _run_under_pressure(
         page_device(model.model.device) as device,
         build_manager(model, tiers, options.tokens_per_block, device=device) as manager,
     ):
-        recorder = Recorder(PageHasher(model, manager))
+        recorder = Recorder(PageHasher(model, manager), keeps_partial=codecs.is_lossy)
         runner = ModelRunner(model, manager)
         scheduler = Scheduler(runner, manager, serve_tokens(model, manager))
         scheduler.observer = recorder
@@ -172,7 +187,8 @@ def _run_under_pressure(
         stats = manager.stats()
         scheduler.close()
         manager.check_integrity()
-    return _PressureRun(recorder, conversations, stats, scheduler.counters["recomputed_blocks"])
+    num_recomputed = scheduler.counters["recomputed_blocks"]
+    return PressureRun(recorder, conversations, stats, num_recomputed, codecs.describe())
 
 
 def _flip_one_bit(recorder: Recorder, conversations: list[Conversation]) -> None:
@@ -196,41 +212,71 @@ def _flip_one_bit(recorder: Recorder, conversations: list[Conversation]) -> None
     )
 
 
-def _replay(
-    model: LoadedModel, options: VerifyOptions, run: _PressureRun, progress: Progress
-) -> Comparison:
-    blocks = -(-_conversation_tokens(options) // options.tokens_per_block) + 2
-    # Half as much again: a recomputed step needs a second copy of what it writes.
-    hot = int(
-        1.5
-        * (options.num_conversations + 1)
-        * blocks
-        * block_bytes(model, options.tokens_per_block)
-    )
-    name_of = {
-        conversation.request_id(index): conversation.name
-        for conversation in run.conversations
-        for index in range(options.num_rounds)
-    }
-    task = progress.add_task("replay without pressure", total=len(run.recorder.steps))
-    tiers = [DeviceTierConfig(hot)]
-    with (
-        page_device(model.model.device) as device,
-        build_manager(model, tiers, options.tokens_per_block, device=device) as manager,
-    ):
-        replay = Replay(
-            run.recorder,
-            name_of.__getitem__,
-            manager,
-            ModelRunner(model, manager),
-            PageHasher(model, manager),
-            is_lossy=not model.hot_types.is_plain(model.dtype),
-        )
-        return replay.run(lambda num_done: progress.update(task, completed=num_done))
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """The recorded steps again, on a hot level that holds everything."""
+
+    model: LoadedModel
+    codecs: ColdCodecs
+    options: VerifyOptions
+    run: PressureRun
+    progress: Progress
+
+    def compare(self) -> Findings:
+        """With one replay; where codecs lose something, with one that does what they did, and one
+        that does not."""
+        if not self.codecs.is_lossy:
+            with self._manager() as manager:
+                is_lossy = not self.model.hot_types.is_plain(self.model.dtype)
+                plain = Replay(*self._arguments(manager), is_lossy=is_lossy)
+                return Findings(self._finish(plain, "replay without pressure"))
+        with contextlib.ExitStack() as stack:
+            manager = stack.enter_context(self._manager(keeps_sinks_apart=True))
+            trips = [
+                stack.enter_context(contextlib.closing(RoundTrip(manager, codec)))
+                for codec in self.codecs.again().distinct
+            ]
+            same = CodecReplay(*self._arguments(manager), trips=trips)
+            comparison = self._finish(same, "replay with the codecs")
+        with self._manager() as manager:
+            lossless = LosslessReplay(*self._arguments(manager))
+            self._finish(lossless, "replay without codecs")
+        return Findings(comparison, same.trips, lossless.loss)
+
+    def _arguments(self, manager: KVCacheManager) -> tuple[Any, ...]:
+        name_of = {
+            conversation.request_id(index): conversation.name
+            for conversation in self.run.conversations
+            for index in range(self.options.num_rounds)
+        }
+        runner, hasher = ModelRunner(self.model, manager), PageHasher(self.model, manager)
+        return self.run.recorder, name_of.__getitem__, manager, runner, hasher
+
+    def _finish(self, replay: Replay, title: str) -> Comparison:
+        task = self.progress.add_task(title, total=len(self.run.recorder.steps))
+        return replay.run(lambda num_done: self.progress.update(task, completed=num_done))
+
+    @contextlib.contextmanager
+    def _manager(self, *, keeps_sinks_apart: bool = False) -> Iterator[KVCacheManager]:
+        options, block = self.options, self.options.tokens_per_block
+        blocks = -(-_conversation_tokens(options) // block) + 2
+        # Half as much again: a recomputed step needs a second copy of what it writes.
+        hot = int(1.5 * (options.num_conversations + 1) * blocks * block_bytes(self.model, block))
+        with (
+            page_device(self.model.model.device) as device,
+            build_manager(
+                self.model,
+                [DeviceTierConfig(hot)],
+                block,
+                device=device,
+                keeps_sinks_apart=keeps_sinks_apart,
+            ) as manager,
+        ):
+            yield manager
 
 
 def _compare_with_generate(
-    reference: LoadedModel, run: _PressureRun, comparison: Comparison, progress: Progress
+    reference: LoadedModel, run: PressureRun, comparison: Comparison, progress: Progress
 ) -> int:
     """Compare every answer with plain transformers; returns how many near ties
     chose differently.
@@ -255,7 +301,7 @@ def _compare_answer(
         if turn.answer[index] == answer[index]:
             comparison.num_tokens += 1
             continue
-        if gaps[index] < _NEAR_TIE:
+        if gaps[index] < NEAR_TIE:
             return 1
         comparison.differ(
             f"{turn.request_id}: token {index + 1} is {turn.answer[index]}, "
@@ -302,70 +348,3 @@ def _logit_gaps(recorder: Recorder) -> dict[str, list[float]]:
                 best = torch.topk(item.logits[-1], 2).values
                 gaps.setdefault(item.request_id, []).append(float(best[0] - best[1]))
     return gaps
-
-
-def _injection_showed(options: VerifyOptions, run: _PressureRun) -> bool:
-    """Whether the damage done on purpose had the effect that it must have."""
-    totals = run.stats.totals
-    if options.injection is Injection.FLIP:
-        return totals.get("read_misses", 0) == 1 and run.num_recomputed_blocks == 1
-    if options.injection is Injection.FULL:
-        return totals.get("lost_held_pages", 0) > 0 and run.num_recomputed_blocks > 0
-    return totals.get("read_misses", 0) == 0
-
-
-def _report(
-    console: Console,
-    options: VerifyOptions,
-    run: _PressureRun,
-    comparison: Comparison,
-    num_near_ties: int | None,
-) -> None:
-    """``num_near_ties`` None: generate says something else, so it was not asked."""
-    table = Table(title="Moves", show_edge=False)
-    table.add_column("path")
-    table.add_column("pages", justify="right")
-    table.add_column("MiB", justify="right")
-    for path in sorted(run.stats.moved_pages):
-        mib = run.stats.moved_bytes[path] / 2**20
-        table.add_row(path, f"{run.stats.moved_pages[path]:,}", f"{mib:,.1f}")
-    console.print(table)
-    totals = run.stats.totals
-    lost = totals.get("dropped_pages", 0) + totals.get("lost_held_pages", 0)
-    console.print(
-        f"{len(run.recorder.steps):,} steps, {len(run.recorder.restores):,} restores; "
-        f"blobs that failed their checksum: {totals.get('read_misses', 0)}; "
-        f"pages dropped: {lost}; blocks recomputed: {run.num_recomputed_blocks}"
-    )
-    console.print(
-        f"against the replay: {comparison.num_pages:,} restored pages and "
-        f"{comparison.num_rows:,} logit rows bit for bit"
-    )
-    if comparison.num_close_rows:
-        console.print(
-            f"after a recomputed block: {comparison.num_close_rows:,} logit rows within "
-            f"{comparison.tolerance:g} "
-            f"(largest difference {comparison.largest_close_difference:.1e})"
-        )
-    if num_near_ties is None:
-        console.print(f"against the replay: {comparison.num_tokens:,} tokens equal")
-        console.print(
-            "against transformers' generate: not compared, since it keeps keys and values in "
-            "float32 and these hot types lose some of that"
-        )
-    else:
-        console.print(
-            f"against the replay and transformers' generate: {comparison.num_tokens:,} tokens "
-            f"equal, {num_near_ties} near ties (two best logits within {_NEAR_TIE:g}) chosen "
-            "differently"
-        )
-    for sentence in comparison.sentences:
-        console.print(f"difference: {sentence}", style="red")
-    if not _injection_showed(options, run):
-        sentence = (
-            "blobs failed their checksum, and nothing was damaged on purpose"
-            if options.injection is Injection.NONE
-            else "the injected damage did not have the effect it must have"
-        )
-        console.print(sentence, style="red")
-    console.print(f"{comparison.num_differences} differences", style="bold")

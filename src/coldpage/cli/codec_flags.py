@@ -1,0 +1,57 @@
+"""``--host-codec`` and ``--disk-codec``: how pages lie in the cold tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from coldpage.codecs import codec_names, create_codec
+from coldpage.errors import ConfigurationError
+
+__all__ = ["codec_flags"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is None or value in codec_names():
+        return value
+    try:
+        create_codec(value, {}).close()
+    except ConfigurationError as error:
+        raise click.BadParameter(str(error)) from error
+    return value
+
+
+class _HostCodec(click.Option):
+    """Its help has the names that there are, also those of other packages."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        self.help = (
+            "How pages are kept in host memory: a codec, or one with others for some layer groups, "
+            f"such as turbo4 or int8,1=concat. Codecs: {', '.join(codec_names())}. All but concat "
+            "hold more tokens in the same memory and change answers after a restore a little."
+        )
+        return super().get_help_record(ctx)
+
+
+def codec_flags(command: _Command) -> _Command:
+    """Adds both to a command, which gets them as ``host_codec`` and ``disk_codec``."""
+    host = click.option(
+        "--host-codec",
+        cls=_HostCodec,
+        metavar="CODEC",
+        default="concat",
+        show_default=True,
+        callback=_checked,
+    )
+    disk = click.option(
+        "--disk-codec",
+        metavar="CODEC",
+        callback=_checked,
+        help="The same on disk, such as --host-codec concat --disk-codec turbo4. [default: as "
+        "--host-codec, so that pages are copied from one to the other]",
+    )
+    return host(disk(command))
