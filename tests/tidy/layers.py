@@ -58,6 +58,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
         "bench.decode",
         "bench.decode_load",
         "bench.prefill",
+        "bench.quality",
     ),
     "triton": ("kernels",),
     "numba": ("kernels",),

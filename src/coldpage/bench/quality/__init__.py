@@ -1,0 +1,1 @@
+"""What codecs cost in quality, size and time, on real models and real text."""

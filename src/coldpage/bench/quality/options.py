@@ -1,0 +1,50 @@
+"""What ``coldpage quality`` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coldpage.bench.quality.settings import EvaluationOptions
+from coldpage.bench.quality.texts import COMMITTED
+
+__all__ = ["QualityOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """``codecs`` empty: every one there is. ``evaluation`` is for each of ``context_tokens``."""
+
+    model: str | None = None
+    codecs: tuple[str, ...] = ()
+    context_tokens: tuple[int, ...] = (2048,)
+    text: str = COMMITTED
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    is_study: bool = False
+    is_verbose: bool = False
+    json_path: Path | None = None
+    document: Path | None = None
+
+    @property
+    def command(self) -> str:
+        """What a user types for the same figures."""
+        defaults = QualityOptions()
+        own, usual = self.evaluation, defaults.evaluation
+        words = ["coldpage quality"]
+        words += [] if self.model is None else [self.model]
+        words += [f"--codec {codec}" for codec in self.codecs]
+        tokens = ",".join(map(str, self.context_tokens))
+        changed = (
+            ("--tokens", tokens, self.context_tokens == defaults.context_tokens),
+            ("--text", self.text, self.text == defaults.text),
+            ("--places", own.num_places, own.num_places == usual.num_places),
+            ("--needles", own.num_needles, own.num_needles == usual.num_needles),
+            ("--repeats", own.num_repeats, own.num_repeats == usual.num_repeats),
+            (
+                "--block-tokens",
+                own.tokens_per_block,
+                own.tokens_per_block == usual.tokens_per_block,
+            ),
+        )
+        words += [f"{flag} {value}" for flag, value, is_default in changed if not is_default]
+        return " ".join([*words, *(["--study"] if self.is_study else [])])
