@@ -19,6 +19,7 @@ NAMES = (
     "reopen",
     "save_restore",
     "engine",
+    "codecs_cpu",
 )
 
 

@@ -231,7 +231,7 @@ def _rotate(row: _Numbers, bench: Workbench, rotated: _Numbers) -> Any:
     """Fill ``rotated`` with a root mean square of 1, or zeros; returns the row's length squared.
     The row is overwritten."""
     squared = length_squared(row)
-    multiply(row, bench.signs, inverse(np.sqrt(squared)), row)
+    multiply(row, bench.signs, inverse(np.sqrt(squared)))
     hadamard_transform(row, bench.rows[1, : row.size], rotated)
     return squared
 
@@ -240,7 +240,7 @@ def _rotate(row: _Numbers, bench: Workbench, rotated: _Numbers) -> Any:
 def _rotate_back(row: _Numbers, norm: Any, bench: Workbench, result: _Numbers) -> None:
     """The row is overwritten."""
     hadamard_transform(row, bench.rows[1, : row.size], result)
-    multiply(result, bench.signs, norm * inverse(np.sqrt(_F(row.size))), result)
+    multiply(result, bench.signs, norm * inverse(np.sqrt(_F(row.size))))
 
 
 @compiled

@@ -46,10 +46,11 @@ def length_squared(row: _Row) -> Any:
 
 
 @compiled
-def multiply(row: _Row, factors: _Row, factor: Any, products: _Row) -> None:
-    """``products = row * factors * factor``."""
+def multiply(row: _Row, factors: _Row, factor: Any) -> None:
+    """``row = row * factors * factor``. In place, since the compiler takes a vector loop only where
+    what it writes overlaps nothing else."""
     for i in range(row.size):
-        products[i] = row[i] * factors[i] * factor
+        row[i] *= factors[i] * factor
 
 
 @compiled
