@@ -145,11 +145,12 @@ def make_rig(request: pytest.FixtureRequest) -> Iterator[_MakeRig]:
 def _restored(rig: CodecRig, life_cycle: int, slots: list[int]) -> tuple[_Bytes, _Bytes]:
     """Hot pages in ``slots`` before and after, one a row; they were encoded once."""
     number, there = LifeCycleId(life_cycle), [slot + 12 for slot in slots]
+    cold = [NUM_SLOTS - 1 - slot for slot in slots]
     area, ordinals = rig.new_area(number), rig.ordinals(number, len(slots))
     original = rig.load(number, slots)
-    rig.encode(number, area, slots, slots, ordinals)
+    rig.encode(number, area, cold, slots, ordinals)
     rig.finish()
-    rig.decode(number, area, there, slots, ordinals)
+    rig.decode(number, area, there, cold, ordinals)
     rig.finish()
     return original, rig.load(number, there)
 
