@@ -26,6 +26,7 @@ from coldpage.codecs import (
 from coldpage.codecs.packed import PACKED_FORMATS, PackedCodec, VectorFormats
 from coldpage.codecs.packed_page import PackedPage
 from coldpage.device.host import HostDevice
+from coldpage.device.simulated import SimulatedDevice
 from coldpage.errors import CodecError, ConfigurationError, UsageError
 from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.kernels.cold.reference import pack_buffer, unpack_buffer
@@ -61,8 +62,9 @@ GEMMA = replace(packed_models.GEMMA, layer_groups=(0, 1))
 STATEFUL = replace(SMOL, state_bytes=(33, 5))
 
 
-@pytest.fixture
-def make_rig() -> Iterator[_MakeRig]:
+@pytest.fixture(params=["host", "simulated"])
+def make_rig(request: pytest.FixtureRequest) -> Iterator[_MakeRig]:
+    """On the simulated device work sees only what it declares."""
     rigs: list[CodecRig] = []
 
     def make(
@@ -80,7 +82,8 @@ def make_rig() -> Iterator[_MakeRig]:
         def gaussian(rng: np.random.Generator, num_bytes: int) -> _Bytes:
             return contents(model.number_type, rng, num_bytes)
 
-        rigs.append(CodecRig(codec, HostDevice(), shapes, gaussian, has_sinks=has_sinks))
+        device = SimulatedDevice(2) if request.param == "simulated" else HostDevice()
+        rigs.append(CodecRig(codec, device, shapes, gaussian, has_sinks=has_sinks))
         return rigs[-1]
 
     yield make

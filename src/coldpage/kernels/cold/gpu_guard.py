@@ -128,6 +128,7 @@ class GpuCheck:
         self._pages.unpack(cold.data_ptr(), self._swapped.data_ptr(), 1, nothing.data_ptr())
         tables = [torch.stack([t[:, 2], t[:, 1] * 0, t[:, 2]], 1) for t in self._tables]
         self._launch_squares(nothing.data_ptr(), tables)
+        self._send_result(0)
 
     def enqueue(self, cold_base: int, pair: int, ordinal: int | None, tag: int) -> bool:
         """Enqueue the check of one page on torch's current stream, behind the kernels that packed
@@ -141,13 +142,7 @@ class GpuCheck:
         self._pages.unpack(cold_base, self._swapped.data_ptr(), 1, ordinal)
         self._launch_squares(pair, self._tables)
         row = self._free.pop()
-        torch.sum(self._squares, 0, out=self._sums)
-        self._results[row].copy_(self._sums, non_blocking=True)
-        event = None
-        if self._is_gpu:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._running.append(_Running(row, tag, event))
+        self._running.append(_Running(row, tag, self._send_result(row)))
         return True
 
     def _launch_squares(self, pair: int, tables: Sequence[torch.Tensor]) -> None:
@@ -163,6 +158,16 @@ class GpuCheck:
                 TILE=_TILE_NUMBERS,
             )
             first += count
+
+    def _send_result(self, row: int) -> Any:
+        """To the host; the event after which it is there, or None where it is at once."""
+        torch.sum(self._squares, 0, out=self._sums)
+        self._results[row].copy_(self._sums, non_blocking=True)
+        if not self._is_gpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def take_results(self) -> list[tuple[int, tuple[float, float]]]:
         """Those of checks that have ended, with their tags: the squared lengths of what a page has
