@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from coldpage.codecs import create_codec
 from coldpage.engine import replay, runner
 from coldpage.engine import verify as verification
+from coldpage.engine.cold_codecs import ColdCodecs
 from coldpage.engine.demo import run_demo
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.random_model import write_random_model
@@ -79,6 +82,88 @@ def test_pages_that_hold_rounded_numbers_come_back_bit_for_bit(
     assert status == 0
 
 
+def counts(output: str) -> dict[str, int]:
+    """What the replay with codecs says."""
+    text = " ".join(output.split())
+    found = re.search(r"([\d,]+) restored pages that were packed, ([\d,]+) that", text)
+    assert found is not None, output
+    taken_over = re.search(r"not compared: ([\d,]+) last pages", text)
+    return {
+        "packed": int(found.group(1).replace(",", "")),
+        "as they were": int(found.group(2).replace(",", "")),
+        "taken over": int(taken_over.group(1)) if taken_over else 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "disk"), [("int8", None), ("int4-block", "int8"), ("concat", "fp8")]
+)
+def test_pages_that_codecs_packed_are_what_they_make_of_the_replays(
+    model_path: str, host: str, disk: str | None
+) -> None:
+    """Pages may go through both codecs on their way to disk."""
+    status, output = verify(model_path, host_codec=host, disk_codec=disk)
+    assert f"cold pages: host {host} (" in output
+    assert status == 0, output
+    assert "\n0 differences" in output
+    assert "blocks recomputed: 0" in output
+    found = counts(output)
+    assert found["packed"] > 50
+    assert found["as they were"] >= 24  # the first blocks at least
+    # One scale for all tokens of a block is one for what lies behind the last of them too.
+    assert host == "int4-block" or found["taken over"] == 0
+    assert "384 logit rows bit for bit" in " ".join(output.split())
+    assert "384 logit rows, mean KL" in " ".join(output.split())
+    assert "generate: not compared" in output
+    paths = {"hot-host", "host-hot", "host-disk", "disk-hot", "hot-disk"}
+    assert paths <= {path for path, count in moves(output).items() if count > 0}
+
+
+def test_what_codecs_cost_is_measured(model_path: str) -> None:
+    """4 bits of a whole block cost much, and more than 8 bits of a vector."""
+    costs = []
+    for name in ("int8", "int4-block"):
+        _, output = verify(model_path, host_codec=name)
+        found = re.search(r"mean KL (\S+), .* equal in ([\d.]+)%", " ".join(output.split()))
+        assert found is not None
+        costs.append((float(found.group(1)), float(found.group(2))))
+    assert 0 < costs[0][0] < 0.01 * costs[1][0]
+    assert 100 > costs[0][1] > costs[1][1]
+
+
+def test_a_packed_page_restored_with_other_bytes_is_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskReads, "_unstage", damaging(DiskReads._unstage))
+    status, output = verify(model_path, host_codec="int8")
+    assert status == 1
+    assert "came back with other bytes" in output
+
+
+def test_pages_that_went_through_another_codec_are_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay has int8 where the run had fp8, which is as exact to the eye."""
+    again = ColdCodecs.again
+
+    def other(self: ColdCodecs) -> ColdCodecs:
+        return dataclasses.replace(again(self), host=create_codec("int8", self.pages), disk=None)
+
+    monkeypatch.setattr(ColdCodecs, "again", other)
+    status, output = verify(model_path, host_codec="fp8")
+    assert status == 1
+    assert "came back with other bytes" in output
+
+
+def test_a_flipped_bit_of_a_packed_page_is_one_recomputed_block(model_path: str) -> None:
+    status, output = verify(model_path, injection=Injection.FLIP, host_codec="int8")
+    assert "checksum: 1;" in output
+    assert "blocks recomputed: 1" in output
+    assert "logit rows after a recomputed block" in " ".join(output.split())
+    assert "\n0 differences" in output, output
+    assert status == 0
+
+
 def test_a_flipped_bit_is_one_miss_and_one_recomputed_block(model_path: str) -> None:
     status, output = verify(model_path, injection=Injection.FLIP)
     assert "checksum: 1;" in output
@@ -94,18 +179,22 @@ def test_a_full_coldest_level_drops_and_recomputes(model_path: str) -> None:
     assert status == 0
 
 
-def test_a_page_restored_with_other_bytes_is_a_difference(
-    model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk's bytes change after their checksum was verified: nothing below would notice."""
-    unstage = DiskReads._unstage
+def damaging(unstage: Any) -> Any:
+    """Changes one bit of what it brings up."""
 
     def damage(self: DiskReads, transfer: Any, lease: Any, ok: Any) -> bool:
         ring = self._end.ring
         ring._memory.array[lease.address - ring.base_address] ^= 1
-        return unstage(self, transfer, lease, ok)
+        return bool(unstage(self, transfer, lease, ok))
 
-    monkeypatch.setattr(DiskReads, "_unstage", damage)
+    return damage
+
+
+def test_a_page_restored_with_other_bytes_is_a_difference(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk's bytes change after their checksum was verified: nothing below would notice."""
+    monkeypatch.setattr(DiskReads, "_unstage", damaging(DiskReads._unstage))
     status, output = verify(model_path)
     assert status == 1
     assert "came back with other bytes" in output
