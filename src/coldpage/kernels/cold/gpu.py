@@ -1,8 +1,7 @@
-"""Hot pages to packed cold ones and back by a GPU, in one launch for all buffers of one format.
+"""Hot pages to packed cold ones and back by a GPU: one launch for all buffers of one format.
 
-Kernels are in ``gpu_kernels``. They read one side and write the other, which is memory of the
-device or of the host, mapped; nothing lies in between. Few programs suffice, so that others have
-the rest of the GPU.
+The kernels (``gpu_kernels``) read one side and write the other, which is memory of the device or of
+the host, mapped; nothing lies in between. Few programs suffice, so others have most of the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from coldpage.kernels.cold.formats import ALIGNMENT_BYTES, ColdFormat, NumberType, PackedBuffers
+from coldpage.kernels.cold.formats import (
+    ALIGNMENT_BYTES,
+    ColdFormat,
+    KVShape,
+    NumberType,
+    PackedBuffers,
+)
 from coldpage.kernels.cold.gpu_kernels import pack_block_kernel, pack_kernel, unpack_kernel
 from coldpage.kernels.cold.gpu_vectors import (
     IS_FP8,
@@ -33,18 +38,19 @@ __all__ = ["PACK", "UNPACK", "GpuBuffers", "Launch", "pack_pages_gpu", "unpack_p
 
 
 class Launch(NamedTuple):
-    """How a kernel works."""
+    """How the programs of a kernel work."""
 
     tile_numbers: int  # a power of two
     num_warps: int
-    stages: int  # iterations of which reads are in flight, and the one that computes
+    stages: int  # tiles whose reads are on their way, and the one that is computed
 
 
+# Hot reads take 1 us. Cold ones take 2 us over a link, which wants 110 KiB of them on their way.
 PACK: Final = Launch(tile_numbers=8192, num_warps=4, stages=2)
 UNPACK: Final = Launch(tile_numbers=8192, num_warps=4, stages=4)
 
 _MIN_DOT_ROWS: Final = 16
-# Rows that follow each other are of so many heads, and of tokens of one line of memory.
+# More heads of one token would be apart in cold memory, where a warp is to write whole lines.
 _MAX_CHANNEL_HEADS: Final = 4
 _KINDS: Final = {
     ColdFormat.INT8: IS_INT8,
@@ -55,16 +61,26 @@ _KINDS: Final = {
     ColdFormat.TURBO3: IS_TURBO3,
     ColdFormat.INT4_BLOCK: IS_INT4_BLOCK,
 }
-_NUMBERS: Final = {
+_NUMBERS: Final[dict[NumberType, tuple[Any, torch.dtype]]] = {
     NumberType.BF16: (tl.bfloat16, torch.bfloat16),
     NumberType.F16: (tl.float16, torch.float16),
     NumberType.F32: (tl.float32, torch.float32),
 }
 
 
+class _Way(NamedTuple):
+    """What packing, or unpacking, is launched with."""
+
+    kernel: Any
+    tiles: Tiles
+    matrix: torch.Tensor
+    launch: Launch
+
+
 class GpuBuffers:
-    """Some buffers with what kernels want to know of them, in memory of ``device``. Copies from the
-    host when it is made; kernels may use it until it is dropped and they have run."""
+    """Buffers with what the kernels want to know of them, in memory of ``device``: copied there
+    when it is made. Kernels may use it until it is dropped and they have run.
+    """
 
     def __init__(
         self,
@@ -77,21 +93,23 @@ class GpuBuffers:
         assert refusal is None, refusal
         places = buffers.hot_base, buffers.hot_stride_bytes, buffers.cold_offset_bytes
         table = torch.from_numpy(np.stack(places, 1).astype(np.int64)).to(device)
-        frequencies = means = table  # where there are none, they are not read
+        frequencies = means = table  # where there are none, none are read
         if buffers.frequencies is not None:
             frequencies = torch.from_numpy(buffers.frequencies.view(np.int32)).to(device)
         if buffers.means is not None:
             means = torch.from_numpy(buffers.means.astype(np.float32)).to(device)
         is_gpu = _is_gpu(device)
-        self.num_buffers = len(table)
+        there = back = table
+        if buffers.cold_format.is_rotated:
+            there, back = _matrices(buffers, device, is_gpu)
+        is_block = buffers.cold_format is ColdFormat.INT4_BLOCK
+        kernel = pack_block_kernel if is_block else pack_kernel
+        self.packing = _Way(kernel, _tiles(buffers, pack.tile_numbers, is_gpu), there, pack)
+        tiles = _tiles(buffers, unpack.tile_numbers, is_gpu)
+        self.unpacking = _Way(unpack_kernel, tiles, back, unpack)
         self.cold_page_bytes = buffers.cold_page_bytes
         self.tables = table, frequencies, means
         self.number = _NUMBERS[buffers.shape.number_type][0]
-        self.launches = pack, unpack
-        self.tiles = _tiles(buffers, pack, is_gpu), _tiles(buffers, unpack, is_gpu)
-        self.matrices = (
-            _matrices(buffers, device, is_gpu) if buffers.cold_format.is_rotated else (table, table)
-        )
 
 
 def pack_pages_gpu(
@@ -102,15 +120,13 @@ def pack_pages_gpu(
     ordinals: int | None,
     num_programs: int,
 ) -> Any:
-    """Enqueue on torch's current stream: hot slots of the index pairs (dst: cold page, src: hot
-    slot) are packed, every byte of the packed buffers written. Returns what Triton compiled.
+    """Enqueue on torch's current stream: hot slots are packed into cold pages by index pairs (dst:
+    cold page, src: hot slot), every byte of their packed buffers. Returns what Triton compiled.
 
-    ``pairs`` and ``ordinals`` are addresses of device memory; ordinals are wanted of buffers with
-    frequencies. ``cold_base`` is device memory or mapped host memory.
+    ``pairs`` and ``ordinals`` are addresses of device memory; buffers with frequencies want
+    ordinals. ``cold_base`` is an address of the device's memory or of mapped host memory.
     """
-    is_block = buffers.tiles[0].kind == IS_INT4_BLOCK.value
-    kernel = pack_block_kernel if is_block else pack_kernel
-    return _launch(kernel, 0, buffers, cold_base, pairs, num_pages, ordinals, num_programs)
+    return _launch(buffers, buffers.packing, cold_base, pairs, num_pages, ordinals, num_programs)
 
 
 def unpack_pages_gpu(
@@ -122,41 +138,40 @@ def unpack_pages_gpu(
     num_programs: int,
 ) -> Any:
     """The inverse, of pairs (dst: hot slot, src: cold page)."""
-    return _launch(unpack_kernel, 1, buffers, cold_base, pairs, num_pages, ordinals, num_programs)
+    return _launch(buffers, buffers.unpacking, cold_base, pairs, num_pages, ordinals, num_programs)
 
 
 def _launch(
-    kernel: Any,
-    way: int,
     buffers: GpuBuffers,
+    way: _Way,
     cold_base: int,
     pairs: int,
     num_pages: int,
     ordinals: int | None,
     num_programs: int,
 ) -> Any:
-    tiles, launch = buffers.tiles[way], buffers.launches[way]
+    tiles = way.tiles
     assert ordinals is not None or not tiles.has_frequencies
-    alignment = gcd(tiles.cold_alignment, cold_base)
-    if alignment < tiles.cold_alignment:
-        tiles = _aligned(tiles, alignment)
-    per_page = buffers.num_buffers * (1 if kernel is pack_block_kernel else tiles.num_tiles)
-    num_programs = min(num_programs, num_pages * per_page)
-    if num_programs == 0:
+    num_buffers = len(buffers.tables[0])
+    num_items = num_pages * num_buffers
+    if way.kernel is not pack_block_kernel:
+        num_items *= tiles.num_tiles
+    assert num_items < 2**31
+    if num_items == 0:
         return None
-    return kernel[(num_programs,)](
+    return way.kernel[(min(num_programs, num_items),)](
         pairs,
-        ordinals if tiles.has_frequencies else pairs,  # not read, but of one type
+        ordinals if tiles.has_frequencies else pairs,  # not read then, but of one type
         num_pages,
-        buffers.num_buffers,
+        num_buffers,
         cold_base,
         buffers.cold_page_bytes,
         *buffers.tables,
-        buffers.matrices[way],
+        way.matrix,
         NUMBER=buffers.number,
-        TILES=tiles,
-        STAGES=launch.stages,
-        num_warps=launch.num_warps,
+        TILES=_aligned(tiles, gcd(tiles.cold_alignment, cold_base)),
+        STAGES=way.launch.stages,
+        num_warps=way.launch.num_warps,
     )
 
 
@@ -164,42 +179,34 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _aligned(tiles: Tiles, cold_alignment: int) -> Tiles:
-    assert cold_alignment % 4 == 0, "parameters are words"
-    parameter_alignment = gcd(cold_alignment, tiles.code_bytes)
-    return tiles._replace(cold_alignment=cold_alignment, parameter_alignment=parameter_alignment)
-
-
-def _tiles(buffers: PackedBuffers, launch: Launch, is_gpu: bool) -> Tiles:
-    cold_format, shape = buffers.cold_format, buffers.shape
+def _tile_size(cold_format: ColdFormat, shape: KVShape, tile_numbers: int) -> tuple[int, int]:
+    """Heads and tokens."""
     heads, tokens, head_dim, _ = shape
-    width = triton.next_power_of_2(head_dim // 2)
-    group = cold_format.group(shape)
-    by_channel = cold_format is ColdFormat.INT4_CHANNEL
-    groups = (
-        (tokens if by_channel else head_dim) // group
-        if cold_format is not ColdFormat.INT4_BLOCK
-        else 1
-    )
-    rows = max(launch.tile_numbers // (2 * width), _MIN_DOT_ROWS)
-    tile_tokens = triton.next_power_of_2(group if by_channel else tokens)
-    if not by_channel:
-        tile_tokens = min(tile_tokens, rows)
-    tile_heads = min(triton.next_power_of_2(heads), max(1, rows // tile_tokens))
-    if by_channel:
-        tile_heads = min(tile_heads, _MAX_CHANNEL_HEADS)
+    rows = max(tile_numbers // triton.next_power_of_2(head_dim), _MIN_DOT_ROWS)
+    most_heads = triton.next_power_of_2(heads)
+    if cold_format is ColdFormat.INT4_CHANNEL:
+        tile_tokens = triton.next_power_of_2(cold_format.group(shape))
+        most_heads = min(most_heads, _MAX_CHANNEL_HEADS)
+    else:
+        tile_tokens = min(triton.next_power_of_2(tokens), rows)
+    tile_heads = min(most_heads, max(1, rows // tile_tokens))
     if cold_format.is_rotated:
         tile_tokens = max(tile_tokens, _MIN_DOT_ROWS // tile_heads)
-    step = group if by_channel else tile_tokens
-    token_tiles = triton.cdiv(tokens, step)
-    is_whole = tokens % tile_tokens == 0 and heads % tile_heads == 0 and 2 * width == head_dim
-    if by_channel:
-        assert tile_tokens == group, "groups of channels are powers of two"
-    num_parameters = cold_format.num_parameters(shape)
-    code_bytes = cold_format.code_bytes(shape)
-    cold = gcd(ALIGNMENT_BYTES, buffers.cold_page_bytes, *buffers.cold_offset_bytes.tolist())
+    return tile_heads, tile_tokens
+
+
+def _tiles(buffers: PackedBuffers, tile_numbers: int, is_gpu: bool) -> Tiles:
+    cold_format, shape = buffers.cold_format, buffers.shape
+    heads, tokens, head_dim, _ = shape
+    tile_heads, tile_tokens = _tile_size(cold_format, shape, tile_numbers)
+    token_tiles = triton.cdiv(tokens, tile_tokens)
+    width = triton.next_power_of_2(head_dim // 2)
+    group = cold_format.group(shape)
+    grouped = tokens if cold_format is ColdFormat.INT4_CHANNEL else head_dim
+    code_bytes, num_parameters = cold_format.code_bytes(shape), cold_format.num_parameters(shape)
     hot = gcd(ALIGNMENT_BYTES, *buffers.hot_base.tolist(), *buffers.hot_stride_bytes.tolist())
-    tiles = Tiles(
+    cold = gcd(ALIGNMENT_BYTES, buffers.cold_page_bytes, *buffers.cold_offset_bytes.tolist())
+    return Tiles(
         kind=_KINDS[cold_format].value,
         is_rotated=cold_format.is_rotated,
         heads=heads,
@@ -210,9 +217,9 @@ def _tiles(buffers: PackedBuffers, launch: Launch, is_gpu: bool) -> Tiles:
         tile_tokens=tile_tokens,
         token_tiles=token_tiles,
         num_tiles=token_tiles * triton.cdiv(heads, tile_heads),
-        is_whole=is_whole,
+        is_whole=(tokens % tile_tokens, heads % tile_heads, width) == (0, 0, head_dim // 2),
         group=group,
-        groups=groups,
+        groups=max(1, grouped // group),
         code_bytes=code_bytes,
         num_parameters=num_parameters,
         num_padding=(cold_format.buffer_bytes(shape) - code_bytes) // 2 - num_parameters,
@@ -221,9 +228,14 @@ def _tiles(buffers: PackedBuffers, launch: Launch, is_gpu: bool) -> Tiles:
         is_asm=is_gpu,
         hot_alignment=hot,
         cold_alignment=cold,
-        parameter_alignment=0,
+        parameter_alignment=0,  # see _aligned
     )
-    return _aligned(tiles, cold)
+
+
+def _aligned(tiles: Tiles, cold_alignment: int) -> Tiles:
+    assert cold_alignment % 4 == 0, "parameters are read by words"
+    alignment = gcd(cold_alignment, tiles.code_bytes)
+    return tiles._replace(cold_alignment=cold_alignment, parameter_alignment=alignment)
 
 
 def _matrices(
@@ -231,13 +243,15 @@ def _matrices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotation of row vectors, times sqrt(group), and its inverse, times the same."""
     group = buffers.cold_format.group(buffers.shape)
+    assert group == buffers.shape.head_dim or buffers.shape.head_dim // group in (2, 4)
     matrix = torch.from_numpy(signs(group)[:, None] * hadamard(group))
-    pack = unpack = torch.float32
+    # Triton's interpreter takes products of bf16 for products of their bits.
+    there = back = torch.float32
     if is_gpu:
         number_type = buffers.shape.number_type
         is_turned = buffers.frequencies is not None or buffers.means is not None
-        # Turned f16 numbers may be larger than f16 ones.
+        # Turned numbers may be larger than f16 ones.
         if not (is_turned and number_type is NumberType.F16):
-            pack = _NUMBERS[number_type][1]
-        unpack = torch.float16
-    return matrix.to(device, pack), matrix.T.contiguous().to(device, unpack)
+            there = _NUMBERS[number_type][1]
+        back = torch.float16
+    return matrix.to(device, there), matrix.T.contiguous().to(device, back)
