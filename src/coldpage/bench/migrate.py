@@ -295,7 +295,7 @@ def _decode_row(
         if repeat:
             alone.append(alone_ms)
             beside.append(beside_ms)
-            speeds.append(num_rounds * moves.round_bytes / 1e6 / beside_ms)
+            speeds.append(num_rounds * moves.round_bytes() / 1e6 / beside_ms)
     config = f"pages of {size_name(size)}, {moves.path.value}, {load.num_steps} steps"
     notes = {
         "segment_bytes": float(size),

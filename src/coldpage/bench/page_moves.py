@@ -118,18 +118,23 @@ class PageMoves:
         for start in range(0, n, _CALL_PAGES):
             move(start, min(start + _CALL_PAGES, n))
 
-    @property
-    def round_bytes(self) -> int:
-        """What ``start_round`` moves, both ways together."""
+    def round_bytes(self, direction: Direction = "both") -> int:
+        """Hot bytes that ``start_round`` moves."""
         page_bytes = self.num_bytes // self.num_pages
-        return 2 * page_bytes * min(self._turn_pages, self.num_pages)
+        num_ways = 2 if direction == "both" else 1
+        return num_ways * page_bytes * min(self._turn_pages, self.num_pages)
 
-    def start_round(self) -> tuple[Event, Event]:
-        """Enqueue one turn of pages each way; the events of their ends."""
+    def start_round(self, direction: Direction = "both") -> tuple[Event, ...]:
+        """Enqueue one turn of pages each way that the direction has; the events of their ends."""
         num_pages = min(self._turn_pages, self.num_pages)
-        self._offload(0, num_pages)
-        self._onboard(0, num_pages)
-        return self._arena.offload_stream.record(), self._arena.onboard_stream.record()
+        ends: list[Event] = []
+        if direction != "up":
+            self._offload(0, num_pages)
+            ends.append(self._arena.offload_stream.record())
+        if direction != "down":
+            self._onboard(0, num_pages)
+            ends.append(self._arena.onboard_stream.record())
+        return tuple(ends)
 
     def call_ms(self, direction: Direction, num_pages: int) -> float:
         """How long one call keeps the thread that makes it."""
@@ -176,16 +181,25 @@ class PageMoves:
         if num_wrong:
             raise DeviceError(f"{num_wrong} of {n} pages of {page_bytes} bytes came back changed")
 
+    def fill(self, page: npt.NDArray[np.uint16]) -> None:
+        """Write a page to every slot, and a cold page of it to every place."""
+        stream = self._arena.onboard_stream
+        for slot in range(2 * self.num_pages):
+            address = MemAddress(self._arena.hot.address + slot * page.nbytes)
+            stream.upload(address, page.view(np.uint8))
+        for start in range(0, 2 * self.num_pages, _CALL_PAGES):
+            some = slice(start, start + _CALL_PAGES)
+            self._encode(self._cold[some], self._hot[some], stream)
+        stream.synchronize()
+
     def error_of(self, page: npt.NDArray[np.uint16]) -> float:
-        """How far a page of bfloat16 numbers comes back from what it was, as a part of its length.
-        The page goes to some slots and back to others.
+        """How far a page of bfloat16 numbers, of which all slots are full, comes back from what it
+        was, as a part of its length.
         """
         stream, hot, cold = self._arena.onboard_stream, self._arena.hot, self._arena.cold
         page_bytes = page.nbytes
         n = min(self.num_pages, _CHECKED_PAGES)
         slots, others = self._hot[:n], self._hot[n : 2 * n]
-        for slot in slots.tolist():
-            stream.upload(MemAddress(hot.address + slot * page_bytes), page.view(np.uint8))
         blobs = self._cold[:n]
         self._encode(blobs, slots, stream)
         self._decode(others, blobs, stream)

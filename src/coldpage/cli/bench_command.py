@@ -172,7 +172,7 @@ def _segments(text: str) -> tuple[tuple[int, ...], ...]:
     "--bytes",
     "total",
     metavar="SIZE",
-    help="Hot bytes that a direction moves at a time. [default: 1GiB on a GPU, 64MiB elsewhere]",
+    help="Hot bytes that a direction moves at a time. [default: 4GiB on a GPU, 256MiB elsewhere]",
 )
 @click.option("--codecs", "names", metavar="NAMES", help="Such as int8,turbo4. [default: all]")
 @click.option("--no-decode", is_flag=True, help="Leave out decoding beside moves (GPU only).")
