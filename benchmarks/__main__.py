@@ -20,6 +20,7 @@ NAMES = (
     "save_restore",
     "engine",
     "codecs_cpu",
+    "codec_capacity",
 )
 
 
