@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -170,6 +171,18 @@ def test_numbers_that_are_none_count_as_zero(cold_format, number_type):
 
 
 @pytest.mark.parametrize("cold_format", FORMATS.values())
+def test_numbers_beyond_the_parameters_are_cut_off(cold_format):
+    """The largest f16 as scale, minimum or norm is too small for these."""
+    shape = SMOLLM2._replace(number_type=NumberType.F32)
+    pages = make_pages(cold_format, shape, num_pages=1, num_buffers=1)
+    numbers = from_hot(pages.hot_buffer(0, 0), shape) * np.float32(1e8)
+    pages.hot_buffer(0, 0)[:] = to_hot(numbers, NumberType.F32)
+    pack(pages)
+    expected = pack_buffer(numbers, cold_format, shape)
+    assert num_ties(pages.packed_buffer(0, 0), expected, cold_format, shape) <= 10
+
+
+@pytest.mark.parametrize("cold_format", FORMATS.values())
 @pytest.mark.parametrize("is_keys", [False, True])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e17, 1e30])
 def test_extreme_numbers_give_finite_ones(cold_format, is_keys, size):
@@ -211,17 +224,19 @@ def test_several_threads_may_call_at_once(monkeypatch):
     assert all(np.array_equal(pages.cold, several[0].cold) for pages in several)
 
 
-def test_a_failure_on_another_thread_is_raised_when_all_are_done(monkeypatch):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_failure_is_raised_when_all_threads_are_done(is_first, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
     done = []
 
-    def fail_later(buffers, pages, first, last):
-        if first > 0:
+    def fail_once(buffers, pages, first, last):
+        if (first == 0) == is_first:
             raise MemoryError("none left")
+        time.sleep(0.2)
         done.append(last)
 
-    monkeypatch.setitem(PACKERS, ColdFormat.INT8, fail_later)
+    monkeypatch.setitem(PACKERS, ColdFormat.INT8, fail_once)
     with pytest.raises(MemoryError, match="none left"):
         pack(make_pages(ColdFormat.INT8, SMOLLM2))
     assert done

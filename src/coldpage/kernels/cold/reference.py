@@ -160,7 +160,7 @@ def _pack_int4(numbers: _Floats, cold_format: ColdFormat, shape: KVShape) -> tup
     grouped, axis = _grouped(numbers, cold_format, shape)
     minimum = np.float16(0) - _rounded_up(-grouped.min(axis))
     above = grouped - np.expand_dims(minimum.astype(np.float64), axis)
-    scale = _rounded_up(above.max(axis) / 15)
+    scale = _rounded_up(np.maximum(above.max(axis), 0) / 15)  # all may be below the least f16
     codes = np.clip(np.rint(_quotients(above, np.expand_dims(scale, axis))), 0, 15)
     parameters = np.stack([scale, minimum], -1)
     return _nibbles(codes.reshape(numbers.shape)), parameters
