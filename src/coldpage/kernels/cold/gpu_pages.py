@@ -7,14 +7,22 @@ from typing import Final
 
 import torch
 
-from coldpage.kernels.cold.formats import PackedBuffers
+from coldpage.kernels.cold.formats import ColdFormat, PackedBuffers
 from coldpage.kernels.cold.gpu import GpuBuffers, pack_pages_gpu, unpack_pages_gpu
 
-__all__ = ["PACK_PROGRAMS", "UNPACK_PROGRAMS", "GpuPages", "current_device"]
+__all__ = ["GpuPages", "current_device"]
 
-# So many keep the link busy; more would only take from what decodes meanwhile.
-PACK_PROGRAMS: Final = 32
-UNPACK_PROGRAMS: Final = 32
+# Programs that pack and that unpack: about as many as keep the link busy, since more would only
+# take from what decodes meanwhile. Measured on an H200, see docs/PERFORMANCE.md.
+_PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
+    ColdFormat.INT8: (12, 16),
+    ColdFormat.FP8: (16, 16),
+    ColdFormat.INT4_TOKEN: (24, 16),
+    ColdFormat.INT4_CHANNEL: (56, 24),
+    ColdFormat.TURBO4: (48, 48),
+    ColdFormat.TURBO3: (56, 56),
+    ColdFormat.INT4_BLOCK: (64, 24),
+}
 
 
 def current_device() -> torch.device:
@@ -31,17 +39,17 @@ class GpuPages:
 
     def __init__(self, buffers: Sequence[PackedBuffers]) -> None:
         device = current_device()
-        self._kinds = tuple(GpuBuffers(it, device) for it in buffers)
+        self._kinds = tuple((GpuBuffers(it, device), *_PROGRAMS[it.cold_format]) for it in buffers)
 
     def pack(self, cold_base: int, pairs: int, num_pages: int, ordinals: int | None) -> None:
         """Enqueue on torch's current stream: for each index pair (dst: cold page, src: hot slot)
         the packed buffers of the cold page are written. All but ``num_pages`` are addresses;
         ``ordinals`` may be None where no keys are turned.
         """
-        for buffers in self._kinds:
-            pack_pages_gpu(buffers, cold_base, pairs, num_pages, ordinals, PACK_PROGRAMS)
+        for buffers, num_programs, _ in self._kinds:
+            pack_pages_gpu(buffers, cold_base, pairs, num_pages, ordinals, num_programs)
 
     def unpack(self, cold_base: int, pairs: int, num_pages: int, ordinals: int | None) -> None:
         """The inverse, of pairs (dst: hot slot, src: cold page)."""
-        for buffers in self._kinds:
-            unpack_pages_gpu(buffers, cold_base, pairs, num_pages, ordinals, UNPACK_PROGRAMS)
+        for buffers, _, num_programs in self._kinds:
+            unpack_pages_gpu(buffers, cold_base, pairs, num_pages, ordinals, num_programs)
