@@ -13,10 +13,12 @@ from coldpage.bench.quality.options import QualityOptions
 from coldpage.bench.quality.settings import EvaluationOptions
 from coldpage.bench.quality.study import STUDIED_CODECS, study_settings
 from coldpage.bench.quality.texts import TEXT_SOURCES, Text, load_texts, text_pieces
-from coldpage.codecs import KVShape, LayerVectors, NumberType
+from coldpage.codecs import KVShape, LayerVectors, NumberType, PackedCodec
+from coldpage.codecs.packed import VectorFormats
 from coldpage.engine.calibration import default_text
 from coldpage.engine.random_model import random_tokenizer
 from coldpage.errors import ConfigurationError
+from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.types import LayerId
 
 COMMAND = "coldpage quality --study"
@@ -141,7 +143,8 @@ def test_a_study_has_every_choice_of_what_happens_to_keys() -> None:
     frequencies = np.arange(32, dtype=np.uint32)
     means, stored = (np.full((2, 64), value, np.float32) for value in (1, 2))
     pages = {LayerId(0): LayerVectors(shape, shape, frequencies, means)}
-    settings = study_settings(("turbo4",), {LayerId(0): stored})
+    # Packed as a rule without regard to what is known of keys.
+    settings = study_settings(("k8v4",), {LayerId(0): stored})
     assert len({s.name for s in settings}) == len(settings) == 2 * 4 + 3
     assert [s.num_recent_blocks for s in settings] == 8 * [0] + [1, 4, 16]
     assert [s.separates_sinks for s in settings] == 4 * [True] + 4 * [False] + 3 * [True]
@@ -149,6 +152,10 @@ def test_a_study_has_every_choice_of_what_happens_to_keys() -> None:
     codecs = [setting.make(pages) for setting in settings[:4]]
     assert [codec.needs_positions for codec in codecs] == [False, False, True, True]
     assert len({codec.parameters for codec in codecs}) == 4
+    told = {LayerId(0): LayerVectors(shape, shape, None, stored)}
+    formats = {"k8v4": VectorFormats(ColdFormat.INT8, ColdFormat.TURBO4, turns_back=True)}
+    assert codecs[1].parameters == PackedCodec("k8v4", told, formats=formats).parameters
+    assert codecs[3].parameters == PackedCodec("k8v4", pages, formats=formats).parameters
     assert len(study_settings(STUDIED_CODECS, {})) == len(STUDIED_CODECS) * len(settings)
     for name in ("concat", "zip"):
         with pytest.raises(ConfigurationError, match=f"the codec '{name}' leaves nothing to study"):

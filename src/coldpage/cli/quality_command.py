@@ -91,7 +91,7 @@ def _token_counts(
     "is_study",
     is_flag=True,
     help="Other settings of the codecs: keys before or after rotary embedding, centred or not, "
-    "first and newest blocks whole or packed.",
+    "first and newest blocks whole or packed; without needles and speeds.",
 )
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show each answer to a needle.")
 @click.option(

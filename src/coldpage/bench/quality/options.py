@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coldpage.bench.quality.settings import EvaluationOptions
@@ -13,7 +13,9 @@ __all__ = ["QualityOptions"]
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """``codecs`` empty: every one there is. ``evaluation`` is for each of ``context_tokens``."""
+    """``codecs`` empty: every one there is. ``evaluation`` is for each of ``context_tokens``; a
+    study has so many settings that it asks for no needles and measures no speed.
+    """
 
     model: str | None = None
     codecs: tuple[str, ...] = ()
@@ -24,6 +26,11 @@ class QualityOptions:
     is_verbose: bool = False
     json_path: Path | None = None
     document: Path | None = None
+
+    def evaluation_of(self, num_tokens: int) -> EvaluationOptions:
+        """For contexts of so many tokens."""
+        own = replace(self.evaluation, num_tokens=num_tokens)
+        return replace(own, num_needles=0, num_repeats=0) if self.is_study else own
 
     @property
     def command(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,13 +46,13 @@ def run_quality(options: QualityOptions, console: Console) -> None:
         calibration = stored_or_made(model, say)
         pages = model_pages(model, options.evaluation.tokens_per_block, calibration)
         settings, refusals = _settings(options, model, pages, say)
-        num_steps = options.evaluation.num_steps(len(texts), len(settings))
-        progress.update(task, total=num_steps * len(options.context_tokens))
+        evaluations = [options.evaluation_of(num_tokens) for num_tokens in options.context_tokens]
+        num_steps = sum(its.num_steps(len(texts), len(settings)) for its in evaluations)
+        progress.update(task, total=num_steps)
         results: dict[int, list[CodecQuality]] = {}
-        for num_tokens in options.context_tokens:
-            evaluation = replace(options.evaluation, num_tokens=num_tokens)
-            results[num_tokens] = evaluate(
-                model, pages, settings, texts, evaluation, partial(say, steps=1)
+        for its in evaluations:
+            results[its.num_tokens] = evaluate(
+                model, pages, settings, texts, its, partial(say, steps=1)
             )
     summary = Summary(options, model, calibration, results, refusals)
     summary.show(console)
