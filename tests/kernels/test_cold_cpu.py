@@ -182,6 +182,17 @@ def test_numbers_beyond_the_parameters_are_cut_off(cold_format):
     assert num_ties(pages.packed_buffer(0, 0), expected, cold_format, shape) <= 10
 
 
+def test_f16_numbers_do_not_become_infinite():
+    """The code of the largest times its scale, rounded up, is 65532."""
+    shape = SMOLLM2._replace(number_type=NumberType.F16)
+    pages = make_pages(ColdFormat.INT8, shape, num_pages=1, num_buffers=1)
+    pages.hot_buffer(0, 0).view(np.float16)[:] = [65504, -65504] * (shape.num_numbers // 2)
+    before = pages.hot_buffer(0, 0).copy()
+    pack(pages)
+    unpack(pages)
+    assert np.array_equal(pages.hot_buffer(0, 0), before)
+
+
 @pytest.mark.parametrize("cold_format", FORMATS.values())
 @pytest.mark.parametrize("is_keys", [False, True])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e17, 1e30])
