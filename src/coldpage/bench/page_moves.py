@@ -89,7 +89,8 @@ class PageMoves:
         self._hot, self._cold = (
             random.permutation(2 * self.num_pages).astype(np.int32) for _ in range(2)
         )
-        self._turn_pages = min(max(_TURN_BYTES // page_bytes, _MIN_TURN_PAGES), _CALL_PAGES)
+        turn_pages = _TURN_BYTES // self._codec.cold_page_bytes[_LIFE_CYCLE]
+        self._turn_pages = min(max(turn_pages, _MIN_TURN_PAGES), _CALL_PAGES)
 
     def _describe(
         self, segments: tuple[int, ...], buffers: tuple[BufferDesc, ...]

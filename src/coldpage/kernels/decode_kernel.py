@@ -163,7 +163,7 @@ def attend_items(
         total = tl.zeros([COLUMNS], tl.float32)
         sums = zero_sums(VALUE, COLUMNS, TILE)
         row_start = row.to(tl.int64) * table_row
-        table = tables + row_start
+        table, sums_to = tables + row_start, block_lse + row_start * num_heads
         if IS_AHEAD:
             next_slot = _tile_slots(table, first, stop, token, BLOCK)
         for block in tl.range(first, stop, TILE // BLOCK, num_stages=STAGES):
@@ -177,8 +177,7 @@ def attend_items(
             score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
             score = _masked(score, live, settings, HAS_SOFTCAP)
             if WANT_MASS:
-                to = block_lse + row_start * num_heads
-                _store_block_sums(to, score, block, stop, num_heads, head, is_head, BLOCK)
+                _store_block_sums(sums_to, score, block, stop, num_heads, head, is_head, BLOCK)
             weights, decay, top, total = _weigh(score, top, total)
             sums = decayed(sums, decay, VALUE)
             sums = add_values(sums, weights, values, value_strides, places, codebook, VALUE, IS_ASM)

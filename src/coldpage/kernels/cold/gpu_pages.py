@@ -17,9 +17,9 @@ __all__ = ["GpuPages", "current_device"]
 _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
     ColdFormat.INT8: (12, 16),
     ColdFormat.FP8: (16, 16),
-    ColdFormat.INT4_TOKEN: (24, 16),
-    ColdFormat.INT4_CHANNEL: (56, 24),
-    ColdFormat.TURBO4: (48, 48),
+    ColdFormat.INT4_TOKEN: (32, 20),
+    ColdFormat.INT4_CHANNEL: (64, 32),
+    ColdFormat.TURBO4: (52, 60),
     ColdFormat.TURBO3: (56, 56),
     ColdFormat.INT4_BLOCK: (64, 24),
 }
