@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from coldpage.cli.commands import coldpage
-from coldpage.cli.serve_command import ServeFlags, settings_of
+from coldpage.cli.serve_command import ServeFlags, StartReport, settings_of
+from coldpage.engine.messages import EngineReady, EngineSettings
 from coldpage.engine.random_model import write_random_model
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.errors import ConfigurationError, DeviceError, ModelError
@@ -219,6 +222,15 @@ def test_a_gpu_holds_the_hot_tier_beside_the_machines_memory(
         assert settings.host_bytes == 64 * MIB
 
 
+@pytest.mark.parametrize("codecs", ["", "host int8 (0.508 of a hot page)"])
+def test_the_start_says_how_cold_pages_are_packed(codecs: str) -> None:
+    output = io.StringIO()
+    report = StartReport(Console(file=output, width=80), EngineSettings(hot_bytes=1), "http://x")
+    report.ready(EngineReady("tiny", 256, 16, "float32", (), codecs=codecs))
+    assert ("Cold pages" in output.getvalue()) == bool(codecs)
+    assert f"\nCold pages: {codecs}.\n" in output.getvalue() or not codecs
+
+
 def test_without_a_driver_the_hot_tier_is_in_the_machines_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,7 +245,7 @@ def test_without_a_driver_the_hot_tier_is_in_the_machines_memory(
 
 def test_the_http_process_has_no_torch_in_it() -> None:
     program = (
-        "import sys; from coldpage.cli.serve_command import ServeFlags, settings_of;"
+        "import sys; from coldpage.cli.serve_command import ServeFlags, StartReport, settings_of;"
         "settings_of(ServeFlags(disk='none', save_dir='none')); print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}

@@ -119,6 +119,17 @@ def test_what_loses_something_keeps_first_blocks_apart(model: LoadedModel, tmp_p
     assert codecs.fractions() == (34 / 128, 66 / 128)
 
 
+def test_the_disk_tells_codecs_apart(model: LoadedModel, tmp_path: Path) -> None:
+    """Pages of another codec, or of another calibration, lie in another instance."""
+    ids = []
+    for number, name in enumerate(("concat", "int4", "int4", "turbo4")):
+        if number == 2:
+            calibrate(model, "Something else altogether. " * 100, lambda line: None)
+        with manager_of(model, made(model, "concat", name), tmp_path / str(number)) as manager:
+            ids.append(manager.instance_ids)
+    assert len(set(ids)) == 4
+
+
 def test_the_layers_shares_stay_as_they_are(tmp_path: Path) -> None:
     """Where first blocks are apart, and layers have windows, hot memory is divided as before."""
     tiny = describe_model(make_tiny("gemma3", head_dim=64), byte_level(), "tiny", b"weights")

@@ -147,6 +147,39 @@ def test_keys_and_values_in_types_of_their_own_are_served(tiny: TinyModel, tmp_p
     assert ready[1].tiers[0].capacity_tokens > 2 * ready[0].tiers[0].capacity_tokens
 
 
+def test_packed_cold_pages_are_served(tiny: TinyModel, tmp_path: Path) -> None:
+    """They come back from host memory, and from a disk that the next start finds again."""
+    prompts = [token_ids(90, seed) for seed in range(3)]
+    settings = settings_for(
+        tiny,
+        tmp_path,
+        host_bytes=20 * BLOCK_BYTES,
+        disk_bytes=16 * 1024 * 1024,
+        host_codec="int8",
+    )
+    ready, reused = [], []
+    for number in range(2):
+        socket = tmp_path / f"socket {number}"
+        socket.mkdir()
+        with RunningEngine(settings, socket) as engine:
+            ready.append(engine.ready)
+            for turn, prompt in enumerate(2 * prompts if number == 0 else prompts):
+                request = generate(f"turn {turn}", token_ids=prompt)
+                text, end = engine.peer.answers(request)[request.request_id]
+                assert isinstance(end, Finished), end
+                reused.append(end.usage.cached_tokens_by_tier)
+                assert sum(reused[-1].values()) == (0 if len(reused) <= 3 else 88)
+                if len(reused) <= 3:
+                    assert text == tiny.greedy(prompt, 16)
+            engine.peer.send(Shutdown())
+            assert engine.exit_status() == 0
+    assert ready[0].codecs == "host int8 (0.312 of a hot page), disk int8 (0.312 of a hot page)"
+    assert ready[0].instance_id == ready[1].instance_id
+    assert ready[0].tiers[1].capacity_tokens > 2.5 * 20 * BLOCK
+    assert sum(tiers["host"] for tiers in reused[3:6]) > 0
+    assert [tiers["disk"] for tiers in reused[6:]] == [88, 88, 88]
+
+
 def test_a_chat_turn_is_what_transformers_says(engine: RunningEngine, tiny: TinyModel) -> None:
     messages = [ChatMessage("user", "The quick brown fox?"), ChatMessage("assistant", "STOP!")]
     text, end = engine.peer.answers(
@@ -371,6 +404,12 @@ def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
         ({"max_batch": 0}, "max_batch"),
         ({"cache_type_k": "q4"}, "'q4' is no cache type: use auto, f32"),
         ({"cache_type_v": "turbo4"}, "heads of 8 numbers"),
+        ({"disk_codec": "turbo4"}, "codec turbo4 can not pack the keys of layer 0: heads of 8"),
+        ({"host_codec": "zip"}, "there is no codec 'zip': choose one of concat, int8"),
+        (
+            {"host_codec": "int8", "cache_type_k": "q8_0"},
+            "codec int8 can not pack hot pages with keys as q8_0",
+        ),
         ({"pool_ratio": (0.5, 0.5)}, "initial_pool_ratio has 2 shares for 1 layer group"),
     ],
 )

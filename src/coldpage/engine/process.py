@@ -163,7 +163,12 @@ def _build(
     codecs = make_cold_codecs(
         model, settings.tokens_per_block, settings.host_codec, settings.disk_codec, progress
     )
-    progress("making room for the cache")
+    # On a GPU they are compiled at their first page, and where nothing is packed there are none.
+    compiles = device.type == "cpu" and codecs.distinct
+    progress(
+        "making room for the cache"
+        + (" and compiling codecs, which takes up to a minute the first time" if compiles else "")
+    )
     if device.type == "cuda" and settings.gpu_hot_fraction is not None:
         hot_bytes = int(settings.gpu_hot_fraction * free_gpu_bytes(device))
         settings = msgspec.structs.replace(settings, hot_bytes=hot_bytes)
