@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from coldpage.bench.quality.texts import COMMITTED, load_texts
 from coldpage.engine import calibration
 from coldpage.engine.calibration import (
     Calibration,
@@ -209,6 +210,14 @@ def test_of_a_long_text_the_beginning_is_read(
 ) -> None:
     monkeypatch.setattr(calibration, "_MAX_TOKENS", 1000)
     assert made(model, documentation_text()[:20_000]).num_tokens == 1000 - SINKS
+
+
+def test_the_default_text_is_nothing_that_codecs_are_measured_on() -> None:
+    words = default_text().split()
+    measured = " ".join(" ".join(text.content.split()) for text in load_texts(COMMITTED))
+    runs = [" ".join(words[start : start + 12]) for start in range(0, len(words) - 12, 6)]
+    assert len(runs) > 800
+    assert [run for run in runs if run in measured] == []
 
 
 @pytest.mark.model
