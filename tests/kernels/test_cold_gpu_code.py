@@ -6,10 +6,13 @@ import json
 import re
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from coldpage.kernels.cold.formats import FORMATS, ColdFormat
 from coldpage.kernels.cold.gpu import UNPACK
+from coldpage.kernels.cold.gpu_rotated import _NUMBERS_ASM, _SQUARE, _SQUARES_ASM
+from coldpage.kernels.cold.numbers import MAGNITUDES
 from tests.kernels.offline import Code, compiled_kernels
 
 MAX_LOCAL_BYTES = 32  # of a thread
@@ -131,3 +134,46 @@ def test_codes_are_read_some_tiles_ahead(kernels: Kernels, cold_format: ColdForm
 def test_tensor_cores_rotate(kernels: Kernels) -> None:
     is_rotated = {name: kernel.count(r"wgmma\.mma_async") > 0 for name, kernel in kernels.items()}
     assert is_rotated == {name: name[0].is_rotated for name in kernels}
+
+
+def _permuted(low: int, high: int, selector: int) -> int:
+    chosen = (low | high << 32).to_bytes(8, "little")
+    result = 0
+    for i in range(4):
+        byte = chosen[selector >> 4 * i & 7]
+        if selector >> 4 * i & 8:  # its highest bit everywhere
+            byte = 255 * (byte >> 7)
+        result |= byte << 8 * i
+    return result
+
+
+def _run_by_hand(asm: str, word: int, num_results: int) -> list[int]:
+    """What PTX makes of a word: its first registers."""
+    does = {
+        "and.b32": lambda a, b: a & b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+        "shr.u32": lambda a, b: a >> b,
+        "prmt.b32": _permuted,
+        "lop3.b32": lambda a, b, c, _: a ^ b & c,
+    }
+    registers = {f"${num_results}": word}
+    for line in asm.strip("{}\n ").split(";")[1:-1]:
+        name, rest = line.split(maxsplit=1)
+        to, *sources = rest.split(", ")
+        operands = [registers[it] if it in registers else int(it, 0) for it in sources]
+        registers[to] = does[name](*operands)
+    assert "0x78;" in asm or "lop3" not in asm  # that lop3 is the one above
+    return [registers[f"${i}"] for i in range(num_results)]
+
+
+def test_byte_permutations_look_codes_up() -> None:
+    words = np.random.default_rng(0).integers(2**32, size=200, dtype=np.uint32)
+    numbers = np.array(MAGNITUDES[ColdFormat.TURBO4])
+    for word in words:
+        codes = np.array([word]).view(np.uint8)
+        halves = np.concatenate([codes & 15, codes >> 4])
+        found = np.array(_run_by_hand(_NUMBERS_ASM.value, int(word), 4), np.uint32)
+        expected = numbers[halves & 7] * np.where(halves & 8, -1, 1)
+        assert np.array_equal(found.view(np.float16), expected.astype(np.float16))
+        squares = np.array(_run_by_hand(_SQUARES_ASM.value, int(word), 8)) * _SQUARE.value
+        assert squares == pytest.approx(numbers[halves & 7] ** 2, abs=1e-4)

@@ -73,6 +73,7 @@ def pack_tile(cold, low, high, rows, tile, matrices, TILES: tl.constexpr):
 
 @triton.jit
 def store_nibbles(cold, low, high, rows, TILES: tl.constexpr):
+    """Codes of 4 bits, those of both halves in a byte."""
     packed = ((low & 15) | (high << 4)).to(tl.uint8)
     store_codes(cold, packed, rows, TILES.half, TILES.half, TILES)
 
