@@ -353,7 +353,7 @@ def _layer(shape: KVShape, **others: Any) -> ModelPages:
     ("name", "shape", "why"),
     [
         ("int8", KVShape(1, BLOCK, 60, NumberType.BF16), "heads of 60 numbers are no multiple of"),
-        ("turbo4", KVShape(1, BLOCK, 96, NumberType.BF16), "heads of 96 numbers are neither 64"),
+        ("turbo4", KVShape(1, BLOCK, 96, NumberType.BF16), "heads have 96 numbers and not 64"),
         ("k8v4", KVShape(1, BLOCK, 96, NumberType.BF16), "the values of layer 0"),
         ("int4", KVShape(1, 96, 64, NumberType.BF16), "blocks of 96 tokens are no multiple of 64"),
     ],
@@ -366,7 +366,7 @@ def test_vectors_that_do_not_fit_are_refused_at_once(name: str, shape: KVShape, 
 def test_vectors_that_do_not_fit_are_refused_in_their_layer_group(make_rig: _MakeRig) -> None:
     odd = Model(1, 96)
     make_rig(create_codec("int8,1=turbo4", odd.pages()), replace(odd, layer_groups=(0, 1)))
-    with pytest.raises(CodecError, match="can not pack the keys of layer 0: heads of 96"):
+    with pytest.raises(CodecError, match="can not pack the keys of layer 0: heads have 96"):
         make_rig("int8,0=turbo4", odd)
 
 

@@ -40,6 +40,8 @@ __all__ = ["ALIGNMENT_BYTES", "FORMATS", "ColdFormat", "KVShape", "NumberType", 
 ALIGNMENT_BYTES: Final = 16
 _MAX_INT4_GROUP: Final = 64
 _MAX_TURBO_GROUP: Final = 128
+_ROTATED_HEADS: Final = (64, 128, 256, 512)
+_ROTATED_NAMES: Final = "64, 128, 256 or 512"
 
 
 class NumberType(enum.Enum):
@@ -113,8 +115,8 @@ class ColdFormat(enum.Enum):
         group = self.group(shape)
         if head_dim % 8:
             return f"heads of {head_dim} numbers are no multiple of 8"
-        if self.is_rotated and (group not in (64, 128) or head_dim % group):
-            return f"heads of {head_dim} numbers are neither 64 nor a multiple of 128"
+        if self.is_rotated and head_dim not in _ROTATED_HEADS:
+            return f"heads have {head_dim} numbers and not {_ROTATED_NAMES}"
         if self is ColdFormat.INT4_TOKEN and head_dim % group:
             return f"heads of {head_dim} numbers are no multiple of {group}"
         if self is ColdFormat.INT4_CHANNEL and tokens % group:
