@@ -117,9 +117,11 @@ def _expected(pages, i, b):
     return pack_buffer(numbers, cold_format, shape, **pages.keys(i, b))
 
 
-def _num_ties(found, expected, cold_format, shape):
+def _num_ties(found, expected, cold_format, shape, device):
     """How many codes differ, after a check that none does by more than a step, and that parameters
-    do by their last bit, or by what another code of their group adds."""
+    do by their last bits, or by what another code of their group adds."""
+    # A GPU's sines are fast, and turned keys are rounded before they are rotated.
+    max_ulps = 4 if device == "cuda" else 1
     used_bytes = cold_format.code_bytes(shape) + 2 * cold_format.num_parameters(shape)
     assert not found[used_bytes:].any()
     levels = [levels_of(packed, cold_format, shape) for packed in (found, expected)]
@@ -133,10 +135,10 @@ def _num_ties(found, expected, cold_format, shape):
     ulps = np.abs(parameters[0].view(np.int16).astype(int) - parameters[1].view(np.int16))
     if cold_format.is_rotated:
         is_same = ~steps.reshape(ulps.size, -1).any(-1)
-        assert ulps[is_same].max(initial=0) <= 1
+        assert ulps[is_same].max(initial=0) <= max_ulps
         assert parameters[0] == pytest.approx(parameters[1], rel=0.02)
     else:
-        assert ulps.max() <= 1
+        assert ulps.max() <= max_ulps
     return np.count_nonzero(steps)
 
 
@@ -147,7 +149,7 @@ def test_packed_buffers_are_the_references_up_to_ties(device, cold_format, shape
     num_different = 0
     for i, b in _all_buffers(pages):
         found = pages.packed_buffer(i, b)
-        num_different += _num_ties(found, _expected(pages, i, b), cold_format, shape)
+        num_different += _num_ties(found, _expected(pages, i, b), cold_format, shape, device)
     # On a GPU turned keys are rounded before they are rotated.
     ties = 0.02 if device == "cuda" else 0.002
     assert num_different <= ties * shape.num_numbers * len(list(_all_buffers(pages)))
@@ -164,7 +166,7 @@ def test_hot_numbers_are_the_references(device, cold_format, shape, is_keys):
     step = {NumberType.BF16: 2.0**-8, NumberType.F16: 2.0**-11, NumberType.F32: 1e-6}
     # The interpreter cuts bits of bf16 off; a GPU's sines are fast, its codebooks are of f16.
     is_cut = device == "cpu" and shape.number_type is NumberType.BF16
-    slack = 2e-6 if device == "cpu" else 4e-4 if cold_format.is_rotated else 1e-5
+    slack = 2e-6 if device == "cpu" else 1e-3 if cold_format.is_rotated else 1e-5
     for i, b in _all_buffers(pages):
         found = from_hot(pages.hot_buffer(i, b), shape)
         packed = pages.packed_buffer(i, b)
@@ -305,7 +307,7 @@ def test_large_pages_of_many_buffers(cold_format):
     moved = Moved(pages, "cuda")
     moved.pack(16)
     num_different = sum(
-        _num_ties(pages.packed_buffer(i, b), _expected(pages, i, b), cold_format, LLAMA_8B)
+        _num_ties(pages.packed_buffer(i, b), _expected(pages, i, b), cold_format, LLAMA_8B, "cuda")
         for i, b in _all_buffers(pages)
     )
     assert num_different <= 0.02 * LLAMA_8B.num_numbers * 240
