@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from coldpage.codecs import create_codec
@@ -19,7 +21,7 @@ from coldpage.engine import verify as verification
 from coldpage.engine.cold_codecs import ColdCodecs
 from coldpage.engine.demo import run_demo
 from coldpage.engine.planning import ItemPurpose
-from coldpage.engine.random_model import write_random_model
+from coldpage.engine.random_model import SMALL, random_model, write_random_model
 from coldpage.engine.recording import Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
@@ -65,6 +67,16 @@ def test_a_model_made_for_the_run_is_proven_too() -> None:
     options = VerifyOptions(has_random_model=True, device="cpu", conversation_tokens=256)
     assert run_verify(options, Console(file=output, width=120)) == 0
     assert "random in float32 on cpu" in output.getvalue()
+
+
+def test_to_generate_the_end_of_a_sequence_is_a_token_like_others() -> None:
+    model = random_model(SMALL, torch.device("cpu"), torch.float32).model
+    prompt = np.arange(3, 40, dtype=np.int32)
+    answer = verification._Witness(model).generate(prompt, 12)
+    assert len(answer) == 12
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = int(answer[3])
+    assert verification._Witness(model).generate(prompt, 12).tolist() == answer.tolist()
 
 
 @pytest.mark.parametrize("injection", [Injection.NONE, Injection.FULL])

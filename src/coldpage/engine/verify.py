@@ -329,14 +329,23 @@ class _Witness:
             out = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
+                generation_config=self._config(num_tokens),
                 **{cache_argument(self._model): self._cache},
             )
         text: Int32Array = out[0].cpu().numpy().astype(np.int32)
         self._cached = text[: self._cache.get_seq_length()]
         return text[prompt.size :]
+
+    def _config(self, num_tokens: int) -> Any:
+        """So many tokens, the best each time, whichever that is: an end ends nothing, as in the
+        run. Asking for a least number instead would rule ends out.
+        """
+        config: Any = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=num_tokens, do_sample=False
+        )
+        # What is None here is filled in from the model's own.
+        config.eos_token_id = config.pad_token_id = self._model.config.get_text_config().vocab_size
+        return config
 
 
 def _logit_gaps(recorder: Recorder) -> dict[str, list[float]]:
