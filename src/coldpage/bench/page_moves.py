@@ -188,6 +188,10 @@ class PageMoves:
         for slot in range(2 * self.num_pages):
             address = MemAddress(self._arena.hot.address + slot * page.nbytes)
             stream.upload(address, page.view(np.uint8))
+        self._encode_all()
+
+    def _encode_all(self) -> None:
+        stream = self._arena.onboard_stream
         for start in range(0, 2 * self.num_pages, _CALL_PAGES):
             some = slice(start, start + _CALL_PAGES)
             self._encode(self._cold[some], self._hot[some], stream)
@@ -204,7 +208,7 @@ class PageMoves:
         blobs = self._cold[:n]
         self._encode(blobs, slots, stream)
         self._decode(others, blobs, stream)
-        # Over the blobs, which are read by then.
+        # Over cold pages, which are made again afterwards.
         to = cold.address + np.arange(n, dtype=np.int64) * page_bytes
         source = hot.address + others.astype(np.int64) * page_bytes
         stream.copy(to, source, np.full_like(to, page_bytes))
@@ -212,6 +216,7 @@ class PageMoves:
         restored = cold.array[: n * page_bytes].view(np.uint16).reshape(n, -1)
         was = _floats(page)
         errors = [np.linalg.norm(_floats(row) - was) for row in restored]
+        self._encode_all()
         return float(max(errors) / np.linalg.norm(was))
 
     def close(self) -> None:

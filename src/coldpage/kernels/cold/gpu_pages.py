@@ -18,7 +18,7 @@ _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
     ColdFormat.INT8: (12, 16),
     ColdFormat.FP8: (16, 16),
     ColdFormat.INT4_TOKEN: (32, 20),
-    ColdFormat.INT4_CHANNEL: (64, 32),
+    ColdFormat.INT4_CHANNEL: (60, 32),
     ColdFormat.TURBO4: (52, 60),
     ColdFormat.TURBO3: (56, 56),
     ColdFormat.INT4_BLOCK: (64, 24),
