@@ -207,9 +207,9 @@ def _check_blobs(
             if cold_format.is_rotated:
                 # A norm makes up for the codes of its group: another code, another norm.
                 is_same = (codes[0] == codes[1]).reshape(ulps.size, -1).all(1)
-                np.testing.assert_allclose(*(it.astype(float) for it in parameters), rtol=0.02)
+                np.testing.assert_allclose(*(it.astype(float) for it in parameters), rtol=0.05)
                 ulps = ulps[is_same]
-            assert ulps.max(initial=0) <= 4
+            assert ulps.max(initial=0) <= 8
         assert np.array_equal(pair[0][end:], pair[1][end:])
         start = stop
     assert np.array_equal(ours[start:], theirs[start:])
