@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -17,10 +18,11 @@ from click.testing import CliRunner
 
 from coldpage import KVCacheManager
 from coldpage.bench import disk, resume
-from coldpage.bench.arena import prepared
+from coldpage.bench.arena import Arena, prepared
 from coldpage.bench.page_moves import MovePath, PageMoves
 from coldpage.cli.commands import coldpage
 from coldpage.device.base import MemoryKind
+from coldpage.device.host import HostDevice
 from coldpage.device.simulated import SimulatedDevice
 from tests.tidy.tree import REPOSITORY
 
@@ -138,7 +140,18 @@ def test_what_is_measured_begins_when_memory_is_ready(monkeypatch: pytest.Monkey
 
 
 def test_a_path_follows_the_devices_advice_or_not() -> None:
-    assert [path.max_kernel_bytes(512) for path in MovePath] == [512, 0, 1 << 62]
+    def path_of(path: MovePath, segment_bytes: int) -> MovePath:
+        device = HostDevice()
+        device.max_page_kernel_bytes = 512
+        with contextlib.closing(device):
+            moves = PageMoves(Arena(device, 4 * KIB), (segment_bytes,), path.codec(device))
+            with contextlib.closing(moves):
+                return moves.path
+
+    assert path_of(MovePath.AUTO, 512) is MovePath.KERNEL
+    assert path_of(MovePath.AUTO, 1024) is MovePath.DRIVER
+    assert path_of(MovePath.DRIVER, 512) is MovePath.DRIVER
+    assert path_of(MovePath.KERNEL, 1024) is MovePath.KERNEL
 
 
 def test_manager_costs_are_beside_their_limits(tmp_path: Path) -> None:

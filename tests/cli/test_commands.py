@@ -80,7 +80,7 @@ def test_the_version_is_shown() -> None:
             "codec int8 can not pack hot pages with keys as f32 and values as q8_0, which are "
             "packed already: use the codec concat, or other cache types",
         ),
-        (["--host-codec", "k8v4"], "codec k8v4 can not pack the values of layer 0: heads of 16"),
+        (["--host-codec", "k8v4"], "codec k8v4 can not pack the values of layer 0: heads have 16"),
     ],
 )
 def test_types_that_a_model_can_not_have_are_one_sentence(
