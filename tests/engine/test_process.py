@@ -404,7 +404,7 @@ def test_it_ends_cleanly(how: str, tiny: TinyModel, tmp_path: Path) -> None:
         ({"max_batch": 0}, "max_batch"),
         ({"cache_type_k": "q4"}, "'q4' is no cache type: use auto, f32"),
         ({"cache_type_v": "turbo4"}, "heads of 8 numbers"),
-        ({"disk_codec": "turbo4"}, "codec turbo4 can not pack the keys of layer 0: heads of 8"),
+        ({"disk_codec": "turbo4"}, "codec turbo4 can not pack the keys of layer 0: heads have 8"),
         ({"host_codec": "zip"}, "there is no codec 'zip': choose one of concat, int8"),
         (
             {"host_codec": "int8", "cache_type_k": "q8_0"},
