@@ -14,6 +14,7 @@ from coldpage.codecs.packed import PACKED_FORMATS
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice, HostStream
 from coldpage.kernels.cold.formats import ColdFormat
+from coldpage.kernels.cold.gpu_guard import GpuCheck
 from coldpage.testing.codec_rig import CodecRig, ColdArea
 from coldpage.testing.memory_access import write_memory
 from coldpage.testing.watched_stream import WatchedStream
@@ -161,6 +162,19 @@ def test_both_sides_measure_the_same_errors(
     assert found.max_error == pytest.approx(wanted.max_error, rel=0.1)
     _encode(gpu, other)
     assert gpu.configured.codec.measured_errors()[0].num_samples == 5
+
+
+def test_a_check_that_fails_leaves_the_move_alone(
+    make_rig: Callable[[str, Model, bool], CodecRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(GpuCheck, "enqueue", no_room)
+    rig = make_rig("int8", _small(SMOL), True)
+    blobs = _encode(rig).pages[_PAGES]
+    assert blobs.any(axis=1).all()
+    assert rig.configured.codec.measured_errors()[0].num_samples == 0
 
 
 def _encode(rig: CodecRig, stream: WatchedStream | None = None) -> ColdArea:

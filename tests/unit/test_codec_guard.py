@@ -14,6 +14,7 @@ import pytest
 from coldpage.codecs import NumberType, PackedCodec
 from coldpage.codecs.guard import ALARM_ERRORS, CHECK_INTERVAL_PAGES, CodecGuard
 from coldpage.codecs.packed import PACKED_FORMATS
+from coldpage.codecs.packed_check import HostCheck
 from coldpage.config import (
     AttentionLayerConfig,
     BufferConfig,
@@ -241,6 +242,24 @@ def test_numbers_that_are_none_are_counted(make_rig: _MakeRig) -> None:
     (found,) = rig.configured.codec.measured_errors()
     assert (found.num_samples, found.num_not_finite) == (3, 1)
     assert 0 < found.mean_error < 0.02
+
+
+def test_a_check_that_fails_leaves_the_move_alone(
+    make_rig: _MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*arguments: object) -> None:
+        raise MemoryError("no room to decode a page")
+
+    monkeypatch.setattr(HostCheck, "squares", no_room)
+    rig = make_rig("int8", SMOL)
+    for was, now in zip(*_restored(rig, 0, [3, 1, 7]), strict=True):
+        before, after = (_vectors(rig, row, SMOL) for row in (was, now))
+        assert 0 < np.linalg.norm(after - before) < 0.02 * np.linalg.norm(before)
+    assert rig.configured.codec.measured_errors()[0].num_samples == 0
+    _restored(rig, 0, [2])
+    assert [record.getMessage() for record in caplog.records] == [
+        "codec int8 could not check a page (logged once): MemoryError('no room to decode a page')"
+    ]
 
 
 # ---------------------------------------------------------------------- the manager

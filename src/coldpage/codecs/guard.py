@@ -58,7 +58,7 @@ class _Group:
 
 
 class CodecGuard:
-    """Counts of one codec. All but ``report`` is for one thread."""
+    """Counts of one codec. All but ``report`` and ``give_up`` is for one thread."""
 
     def __init__(self, codec_id: str, interval_pages: int) -> None:
         """An interval of 0 checks nothing."""
@@ -67,6 +67,7 @@ class CodecGuard:
         self._num_pages = 0
         self._waiting: deque[tuple[LayerGroupId, _Squares]] = deque(maxlen=_MAX_WAITING)
         self._groups: dict[LayerGroupId, _Group] = {}
+        self._has_failed = False
 
     def watch(self, layer_group_id: LayerGroupId, formats: frozenset[ColdFormat]) -> None:
         """The layer group has pages in these formats, of which the coarsest counts."""
@@ -85,6 +86,14 @@ class CodecGuard:
     def report(self, layer_group_id: LayerGroupId, squares: _Squares) -> None:
         """The squared lengths of a page's error and of the page. Any thread may."""
         self._waiting.append((layer_group_id, squares))
+
+    def give_up(self, error: Exception) -> None:
+        """A page could not be checked, which is logged once: its move goes on. Any thread may."""
+        if not self._has_failed:
+            self._has_failed = True
+            _logger.warning(
+                "codec %s could not check a page (logged once): %r", self._codec_id, error
+            )
 
     def count(self) -> None:
         """Take in what was reported, and say so once when a layer group loses too much."""

@@ -141,13 +141,21 @@ class PackedCall:
         if self.page.has_copied:
             run_copies(page_copies(self._copied_parts(), pairs))
         if self.checks is not None:
-            check = self.prepared.host_check(self.page)
-            for index in self.checks.pages:
-                one = slice(index, index + 1)
-                squares = check.squares(
-                    self.cold_base, pairs[one], None if ordinals is None else ordinals[one]
-                )
-                self.checks.guard.report(self.checks.layer_group_id, squares)
+            try:
+                self._check_on_host(self.checks, pairs, ordinals)
+            except Exception as error:  # the pages are moved already
+                self.checks.guard.give_up(error)
+
+    def _check_on_host(
+        self, checks: PageChecks, pairs: PageIndexPairs, ordinals: Int32Array | None
+    ) -> None:
+        check = self.prepared.host_check(self.page)
+        for index in checks.pages:
+            one = slice(index, index + 1)
+            squares = check.squares(
+                self.cold_base, pairs[one], None if ordinals is None else ordinals[one]
+            )
+            checks.guard.report(checks.layer_group_id, squares)
 
     def _load_pairs(self) -> PageIndexPairs:
         raw = ctypes.string_at(self.pairs.address, self.pairs.size * _PAIR_BYTES)
@@ -186,11 +194,17 @@ class PackedCall:
         if self.page.has_copied:
             self._launch_copies(pairs)
         if self.checks is not None:
-            check = self.prepared.gpu_check(self.page)
-            for index in self.checks.pages:
-                ordinal = None if ordinals is None else ordinals + index * _ORDINAL_BYTES
-                tag = self.checks.layer_group_id
-                check.enqueue(base, pairs + index * _PAIR_BYTES, ordinal, tag)
+            try:
+                self._check_on_gpu(self.checks, pairs, ordinals)
+            except Exception as error:  # the move is enqueued already
+                self.checks.guard.give_up(error)
+
+    def _check_on_gpu(self, checks: PageChecks, pairs: int, ordinals: int | None) -> None:
+        check = self.prepared.gpu_check(self.page)
+        for index in checks.pages:
+            ordinal = None if ordinals is None else ordinals + index * _ORDINAL_BYTES
+            pair = pairs + index * _PAIR_BYTES
+            check.enqueue(int(self.cold_base), pair, ordinal, checks.layer_group_id)
 
     def _launch_copies(self, pairs: int) -> None:
         from coldpage.kernels.page_copy import PagePart, copy_part
