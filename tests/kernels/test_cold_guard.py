@@ -71,6 +71,8 @@ def test_squares_are_those_of_what_comes_back(number_type: NumberType) -> None:
     check = GpuCheck(scene.buffers)
     check.warm_up()
     assert check.take_results() == []
+    for numbers in scene.hot:
+        numbers[..., ::5] = 0  # which does not count
     pairs = scene.pairs((3, 1), (0, 2))
     scene.pack(pairs)
     for index, tag in ((1, 7), (0, 8)):

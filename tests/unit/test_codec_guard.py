@@ -30,6 +30,7 @@ from coldpage.testing.codec_rig import NUM_SLOTS, CodecRig
 from coldpage.types import BufferRole, LayerGroupId, LifeCycleId
 from tests.conformance import packed_models
 from tests.conformance.packed_models import (
+    BLOCK,
     SMOL,
     Model,
     contents,
@@ -231,6 +232,24 @@ def test_a_page_that_the_format_does_not_suit_is_heard_of(
     assert found.last_error == pytest.approx(0.49 * math.sqrt(63) / 127, rel=0.01)
     assert len(caplog.records) == 1
     assert "codec int8 loses too much of layer group 0" in caplog.text
+
+
+def test_what_tokens_have_not_filled_does_not_count(
+    make_rig: _MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zeros less the means of keys come back as something, of many tokens beside those of one."""
+    rig = make_rig("turbo4", SMOL)
+    pages = rig.load(LifeCycleId(0), [0, 1])
+    vectors = pages.reshape(2, -1, BLOCK, 2 * SMOL.head_dim)
+    vectors[0, :, 1:] = 0
+    vectors[1] = 0
+    rig.store(LifeCycleId(0), [0, 1], pages)
+    _restored(rig, 0, [0, 1])
+    (found,) = rig.configured.codec.measured_errors()
+    assert found.num_samples == 2
+    assert 0.05 < found.max_error < 0.13
+    assert found.last_error == 0.0
+    assert not caplog.records
 
 
 def test_numbers_that_are_none_are_counted(make_rig: _MakeRig) -> None:

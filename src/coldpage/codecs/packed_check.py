@@ -41,6 +41,8 @@ class HostCheck:
         self, cold_base: MemAddress, pair: PageIndexPairs, ordinal: Int32Array | None
     ) -> tuple[float, float]:
         """The squared lengths of what a page has lost and of the page, over all packed buffers.
+        Numbers that were 0 do not count: a page that tokens have not filled yet holds them behind
+        these.
 
         ``pair`` [1] has been encoded: dst is the cold page and src the hot slot. Blocks.
         """
@@ -59,7 +61,7 @@ class HostCheck:
                 size, shape = buffers.shape.num_bytes, buffers.shape
                 for place, found in zip(places.tolist(), room.reshape(-1, size), strict=True):
                     was = _numbers(np.frombuffer(ctypes.string_at(place, size), np.uint8), shape)
-                    lost = _numbers(found, shape) - was
+                    lost = np.where(was != 0, _numbers(found, shape) - was, np.float32(0))
                     difference += float(np.dot(lost, lost))
                     length += float(np.dot(was, was))
         return difference, length

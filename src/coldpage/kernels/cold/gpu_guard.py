@@ -1,6 +1,7 @@
 """A packed page decoded again on the GPU, beside the hot page that it was made from.
 
 Everything is enqueued; results come back in page-locked memory, and are there some time later.
+Numbers that were 0 do not count: a page that tokens have not filled yet holds them behind these.
 
     pairs    [1] of two int32 (dst: cold page, src: hot slot), loaded as one int64
     buffers  [num_buffers, 3] int64: hot base address, hot stride, address of what was restored
@@ -64,7 +65,8 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
         is_there = index < num_numbers
         was = tl.load(hot + index, mask=is_there, other=0.0).to(tl.float32)
         now = tl.load(restored + index, mask=is_there, other=0.0).to(tl.float32)
-        difference += (now - was) * (now - was)
+        lost = tl.where(was != 0.0, now - was, 0.0)
+        difference += lost * lost
         length += was * was
     row = squares + (first + buffer) * 2
     tl.store(row, tl.sum(difference, 0))
@@ -74,7 +76,8 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
 def squares_reference(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """The squared lengths of the difference and of ``was``, f32 [2], of numbers [num_numbers]."""
     was, now = was.float(), now.float()
-    return torch.stack([(now - was).square().sum(), was.square().sum()])
+    lost = torch.where(was != 0.0, now - was, 0.0)
+    return torch.stack([lost.square().sum(), was.square().sum()])
 
 
 @dataclass(slots=True)
