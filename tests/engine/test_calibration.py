@@ -125,6 +125,22 @@ def test_without_one_the_default_text_is_read_once(model: LoadedModel) -> None:
     assert equal(calibrate(model, default_text(), quiet), first)
 
 
+def test_another_default_text_is_read_in_place_of_the_old_one(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user gave stays."""
+    monkeypatch.setattr(calibration, "default_text", lambda: TEXT)
+    first = stored_or_made(model, quiet)
+    monkeypatch.setattr(calibration, "default_text", lambda: TEXT[7:])
+    assert load_calibration(model) is None
+    second = stored_or_made(model, quiet)
+    assert not equal(first, second)
+    own = made(model, TEXT[9:])
+    os.utime(second.path, ns=(1, 1))
+    monkeypatch.setattr(calibration, "default_text", lambda: TEXT[11:])
+    assert equal(load_calibration(model), own)
+
+
 def test_another_model_has_another(model: LoadedModel) -> None:
     made(model)
     assert load_calibration(random_model(SMALL, torch.device("cpu"), torch.bfloat16)) is None
@@ -226,7 +242,7 @@ def test_the_default_text_on_the_bundled_model(monkeypatch: pytest.MonkeyPatch) 
     """Long enough that another text has nearly the same means."""
     monkeypatch.undo()
     model = load_model(None, torch.bfloat16)
-    monkeypatch.setattr(calibration, "_store", lambda made, model: None)
+    monkeypatch.setattr(calibration, "_store", lambda made, model, is_default: None)
     num_tokens = len(model.tokenizer(default_text())["input_ids"])
     assert 8_000 <= num_tokens <= 12_000
     monkeypatch.setattr(calibration, "_MAX_TOKENS", 3_000)

@@ -45,6 +45,8 @@ _MIN_TOKENS: Final = 256
 # Of a longer text, the beginning.
 _MAX_TOKENS: Final = 65_536
 _DEFAULT_TEXT: Final = "calibration_text.txt"
+# What codecs cost by default is what was measured with the default text of this version.
+_IS_DEFAULT: Final = "default"
 
 _Progress = Callable[[str], None]
 
@@ -89,9 +91,8 @@ def calibrate(model: LoadedModel, text: str, progress: _Progress) -> Calibration
             f"{_MIN_TOKENS + _SINK_TOKENS} or more to calibrate {model.name} on"
         )
     means = _means(model, frequencies, chunks, progress)
-    path = _path(model, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
-    made = Calibration(frequencies, means, num_tokens, path)
-    _store(made, model)
+    made = Calibration(frequencies, means, num_tokens, _path(model, _text_digest(text)))
+    _store(made, model, is_default=text == default_text())
     return made
 
 
@@ -158,13 +159,18 @@ def _path(model: LoadedModel, text_digest: str) -> Path:
     return model_cache_directory() / name
 
 
-def _store(made: Calibration, model: LoadedModel) -> None:
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _store(made: Calibration, model: LoadedModel, *, is_default: bool) -> None:
     tensors = _tensors(made)
     metadata = {
         "version": _VERSION,
         "model": model.fingerprint.hex(),
         "model_name": model.name,
         "tokens": str(made.num_tokens),
+        "text": _IS_DEFAULT if is_default else "",
         "digest": _digest(tensors),
     }
     try:
@@ -215,6 +221,8 @@ def _load(
         raise _NotUsableError("another version made it")
     if metadata.get("model") != model.fingerprint.hex():
         raise _NotUsableError("it is of another model")
+    if metadata.get("text") == _IS_DEFAULT and path != _path(model, _text_digest(default_text())):
+        raise _NotUsableError("it is of a default text that another version came with")
     means = tuple(tensors[f"layer.{index}.key_mean"] for index in range(len(model.layers)))
     found = Calibration(frequencies, means, int(metadata["tokens"]), path)
     # The digest has the forms of all; what a layer turns its keys by may be known better by now.
