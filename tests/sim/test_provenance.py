@@ -45,6 +45,12 @@ LOSSY = {
     "all tiers": {"host": 4, "disk": 20, "codec": CoarseCodec},
     "other parameters": {"host": 4, "disk": 20, "codec": keeps_sinks},
     "another version": {"host": 4, "disk": 20, "codec": NextCoarse},
+    "first blocks apart": {
+        "host": 4,
+        "disk": 20,
+        "codec": CoarseCodec,
+        "separate_sink_pages": True,
+    },
     "another name": {"host": 4, "disk": 20, "codec": Milder},
     "two lossy ones": {"host": 4, "disk": 20, "host_codec": CoarseCodec, "disk_codec": Milder},
 }
@@ -66,6 +72,7 @@ EXACT = {
     "host and disk": {"host": 4, "disk": 20},
     "a second codec": {"host": 4, "disk": 20, "disk_codec": PaddingCodec},
     "another codec": {"host": 8, "codec": DeviceIndexCodec},
+    "first blocks apart": {"host": 8, "separate_sink_pages": True},
     "two other codecs": {
         "host": 4,
         "disk": 20,

@@ -82,7 +82,7 @@ class KVCacheManager:
                 self.device.close()
             raise
         self.layout = self._builder.layout
-        self.provenance = codecs.provenance
+        self.provenance = codecs.provenance(has_sinks_apart=config.separate_sink_pages)
         self._codecs = codecs
         self._layer_group_of = {
             layer_id: group.layer_group_id

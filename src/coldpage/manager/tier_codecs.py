@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Final
 
 from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
 from coldpage.config import CacheTierConfig
@@ -13,6 +14,9 @@ from coldpage.manager.stats import CodecStats
 from coldpage.prefix import EXACT_PROVENANCE
 
 __all__ = ["TierCodecs"]
+
+# Of no codec: an identity begins with an id, which is not empty and has no slash.
+_SINKS_APART: Final = b"/sinks apart"
 
 
 class TierCodecs:
@@ -115,13 +119,16 @@ class TierCodecs:
         ]
         return tuple(stats for stats in found if stats.errors)
 
-    @property
-    def provenance(self) -> bytes:
-        """What a block may have been through: ``exact``, or the formats that lose something."""
+    def provenance(self, *, has_sinks_apart: bool) -> bytes:
+        """What a block may have been through: ``exact``, or the formats that lose something, and
+        whether they were told which pages are of first blocks, which they may keep whole.
+        """
         lossy = sorted(c.identity for c in self.all if not c.codec.is_lossless)
         if not lossy:
             return EXACT_PROVENANCE
         names = [name.encode("utf-8", "surrogatepass") for name in lossy]
+        if has_sinks_apart:
+            names.append(_SINKS_APART)
         # Each with its length, so that no two lists read alike.
         return b"".join(len(name).to_bytes(8, "little") + name for name in names)
 
