@@ -60,9 +60,10 @@ def printed_table(title: str, results: Sequence[CodecQuality]) -> Table:
 def document_table(results: Sequence[CodecQuality]) -> str:
     """The same in Markdown."""
     columns = _columns(results)
-    lines = [[column.title for column in columns], ["---"] * len(columns)]
-    lines += [[column.cell(result) for column in columns] for result in results]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    rows = [[column.title for column in columns]]
+    rows += [[column.cell(result) for column in columns] for result in results]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
 def result_rows(result: CodecQuality) -> Iterator[Mapping[str, object]]:

@@ -94,7 +94,8 @@ class Summary:
             f"{own.tokens_per_block} go through the codec, and the next {own.num_read_tokens} are "
             "read behind them."
         )
-        yield f"Means of keys: of {self.calibration.num_tokens:,} tokens of other text."
+        known = self.calibration
+        yield f"Means of keys are those of {known.num_tokens:,} tokens, {known.name}."
         if some.speed is not None:
             yield (
                 f"GB/s are of hot bytes in bf16 on all cores, medians of {len(some.speed.copy_ms)}."
