@@ -9,14 +9,14 @@ rotated output.
 
 from __future__ import annotations
 
-import hashlib
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import torch
 
+from coldpage.kernels.cold import numbers
+from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.kernels.kv_types import KVType
 
 __all__ = [
@@ -31,23 +31,14 @@ __all__ = [
     "signs",
 ]
 
-# The best eight magnitudes for N(0, 1) under squared error (Lloyd and Max).
-_BEST_MAGNITUDES: Final = (
-    0.128395,
-    0.388048,
-    0.656759,
-    0.942340,
-    1.256231,
-    1.618046,
-    2.069017,
-    2.732590,
-)
 CODE_STEPS: Final = 19.495748
 """Of the steps of this size in 1, the magnitudes are whole ones and a half: 7 bits hold them with
 their sign, so that attention looks them up as bytes. It adds 0.0076 (rms) to the 0.0975 that
 quantising costs; this many steps add least."""
 
-MAGNITUDE_STEPS: Final = tuple(round(best * CODE_STEPS - 0.5) for best in _BEST_MAGNITUDES)
+MAGNITUDE_STEPS: Final = tuple(
+    round(best * CODE_STEPS - 0.5) for best in numbers.MAGNITUDES[ColdFormat.TURBO4]
+)
 
 _MAGNITUDES: Final = tuple((steps + 0.5) / CODE_STEPS for steps in MAGNITUDE_STEPS)
 
@@ -57,15 +48,10 @@ CODEBOOK: Final = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 THRESHOLDS: Final = tuple((low + high) / 2 for low, high in pairwise(_MAGNITUDES))
 """Magnitudes above threshold ``i`` are closer to magnitude ``i + 1`` of the codebook."""
 
-# Part of the stored format: with other signs, pages written before read as noise.
-_SIGNS_SEED: Final = b"coldpage turbo4 signs"
-
 
 def signs(group: int) -> torch.Tensor:
     """The fixed signs of a group's numbers, +-1.0 f32 [group]; the same in every process."""
-    digest = np.frombuffer(hashlib.sha256(_SIGNS_SEED).digest(), np.uint8)
-    assert 0 < group <= digest.size * 8
-    return torch.from_numpy(1.0 - 2.0 * np.unpackbits(digest)[:group].astype(np.float32))
+    return torch.tensor(numbers.signs(group))
 
 
 @lru_cache(maxsize=64)
@@ -75,11 +61,7 @@ def rotation(group: int, device: torch.device, dtype: torch.dtype) -> torch.Tens
     Kept and shared, so not to be written to. The first call for a device copies from the host,
     which a CUDA graph cannot capture: call it once before.
     """
-    assert group & (group - 1) == 0, "a Hadamard matrix of this form has a power of two of rows"
-    hadamard = torch.ones(1, 1)
-    while hadamard.shape[0] < group:
-        hadamard = torch.cat([hadamard.repeat(1, 2), torch.cat([hadamard, -hadamard], 1)])
-    return (signs(group)[:, None] * hadamard).to(device, dtype)
+    return (signs(group)[:, None] * torch.tensor(numbers.hadamard(group))).to(device, dtype)
 
 
 @lru_cache(maxsize=64)

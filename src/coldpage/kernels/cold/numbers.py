@@ -66,7 +66,8 @@ THRESHOLDS: Final = {
 }
 """A number's magnitude code is how many of these its magnitude is above."""
 
-# The signs of ``kernels.rotation``, which hot pages of the type turbo4 have.
+# Hot pages of the type turbo4 have these signs too (``kernels.rotation``). Part of the stored
+# format: with others, pages written before read as noise.
 _SIGNS_SEED: Final = b"coldpage turbo4 signs"
 
 
