@@ -209,15 +209,7 @@ class PackedCall:
     def _launch_copies(self, pairs: int) -> None:
         from coldpage.kernels.page_copy import PagePart, copy_part
 
-        parts = self._copied_parts()
-        columns = (
-            parts.dst_base,
-            parts.dst_stride_bytes,
-            parts.src_base,
-            parts.src_stride_bytes,
-            parts.num_bytes,
-        )
-        for part in zip(*(column.tolist() for column in columns), strict=True):
+        for part in self._copied_parts().rows():
             copy_part(pairs, self.pairs.size, PagePart(*part), _NUM_COPY_PROGRAMS)
 
     @property

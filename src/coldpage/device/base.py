@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,6 +63,17 @@ class PageParts:
     src_base: Int64Array
     src_stride_bytes: Int64Array
     num_bytes: Int64Array
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """The parts one by one: the columns' numbers, in their order."""
+        columns = (
+            self.dst_base,
+            self.dst_stride_bytes,
+            self.src_base,
+            self.src_stride_bytes,
+            self.num_bytes,
+        )
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

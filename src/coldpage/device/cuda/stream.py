@@ -177,14 +177,7 @@ class CudaStream(Stream):
         with self._torch():
             from coldpage.kernels.page_copy import PagePart, copy_part
 
-            columns = (
-                parts.dst_base,
-                parts.dst_stride_bytes,
-                parts.src_base,
-                parts.src_stride_bytes,
-                parts.num_bytes,
-            )
-            for part in zip(*(column.tolist() for column in columns), strict=True):
+            for part in parts.rows():
                 copy_part(int(pairs), num_pages, PagePart(*part), num_programs)
 
     @contextlib.contextmanager
