@@ -173,14 +173,9 @@ def _row(arena: Arena, moves: PageMoves, name: str, direction: Direction, num_re
 def _beside_row(
     load: DecodeLoad, moves: PageMoves, name: str, direction: Direction, num_repeats: int
 ) -> Row:
-    alone, beside, speeds = [], [], []
-    for repeat in range(num_repeats + 1):
-        alone_ms = load.alone_ms()
-        beside_ms, num_rounds = load.beside_ms(lambda: moves.start_round(direction))
-        if repeat:
-            alone.append(alone_ms)
-            beside.append(beside_ms)
-            speeds.append(num_rounds * moves.round_bytes(direction) / 1e6 / beside_ms)
+    alone, beside, speeds = load.compare(
+        lambda: moves.start_round(direction), moves.round_bytes(direction), num_repeats
+    )
     notes = {
         "moved_hot_gb_per_s": round(median(speeds), 2),
         "percent_slower": round(100 * (median(beside) / median(alone) - 1), 2),

@@ -64,6 +64,22 @@ class DecodeLoad:
         self._num_rounds = 0
         return self._run(start_round), self._num_rounds
 
+    def compare(
+        self, start_round: Callable[[], tuple[Event, ...]], round_bytes: int, num_repeats: int
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Samples: the steps alone and beside the moves, in ms, and what was moved in GB/s; the
+        first of each warms up and does not count.
+        """
+        alone, beside, speeds = [], [], []
+        for repeat in range(num_repeats + 1):
+            alone_ms = self.alone_ms()
+            beside_ms, num_rounds = self.beside_ms(start_round)
+            if repeat:
+                alone.append(alone_ms)
+                beside.append(beside_ms)
+                speeds.append(num_rounds * round_bytes / 1e6 / beside_ms)
+        return alone, beside, speeds
+
     def _run(self, start_round: Callable[[], tuple[Event, ...]] | None) -> float:
         first, last = _timing_event(), _timing_event()
         torch.cuda.synchronize(self._device)

@@ -262,7 +262,7 @@ def _beside_decoding(arena: Arena, options: MigrateOptions, console: Console) ->
         for path, size in cases:
             moves = PageMoves(arena, (size,), path.codec(arena.device))
             with closing(moves):
-                rows.append(_decode_row(arena, load, moves, size, options.num_repeats))
+                rows.append(_decode_row(load, moves, size, options.num_repeats))
             progress.advance(task)
     table = Table(title="decoding while pages move both ways", show_edge=False)
     for column in ("parts of a page", "path", "moved GB/s", "alone ms", "beside ms", "slower by"):
@@ -285,17 +285,8 @@ def _decode_cases(options: MigrateOptions) -> Iterator[tuple[MovePath, int]]:
             yield path, size
 
 
-def _decode_row(
-    arena: Arena, load: DecodeLoad, moves: PageMoves, size: int, num_repeats: int
-) -> Row:
-    alone, beside, speeds = [], [], []
-    for repeat in range(num_repeats + 1):
-        alone_ms = load.alone_ms()
-        beside_ms, num_rounds = load.beside_ms(moves.start_round)
-        if repeat:
-            alone.append(alone_ms)
-            beside.append(beside_ms)
-            speeds.append(num_rounds * moves.round_bytes() / 1e6 / beside_ms)
+def _decode_row(load: DecodeLoad, moves: PageMoves, size: int, num_repeats: int) -> Row:
+    alone, beside, speeds = load.compare(moves.start_round, moves.round_bytes(), num_repeats)
     config = f"pages of {size_name(size)}, {moves.path.value}, {load.num_steps} steps"
     notes = {
         "segment_bytes": float(size),
