@@ -34,7 +34,15 @@ from coldpage.kernels.cold.gpu_vectors import (
 )
 from coldpage.kernels.cold.numbers import hadamard, signs
 
-__all__ = ["PACK", "UNPACK", "GpuBuffers", "Launch", "pack_pages_gpu", "unpack_pages_gpu"]
+__all__ = [
+    "NUMBER_TYPES",
+    "PACK",
+    "UNPACK",
+    "GpuBuffers",
+    "Launch",
+    "pack_pages_gpu",
+    "unpack_pages_gpu",
+]
 
 
 class Launch(NamedTuple):
@@ -61,7 +69,7 @@ _KINDS: Final = {
     ColdFormat.TURBO3: IS_TURBO3,
     ColdFormat.INT4_BLOCK: IS_INT4_BLOCK,
 }
-_NUMBERS: Final[dict[NumberType, tuple[Any, torch.dtype]]] = {
+NUMBER_TYPES: Final[dict[NumberType, tuple[Any, torch.dtype]]] = {
     NumberType.BF16: (tl.bfloat16, torch.bfloat16),
     NumberType.F16: (tl.float16, torch.float16),
     NumberType.F32: (tl.float32, torch.float32),
@@ -109,7 +117,7 @@ class GpuBuffers:
         self.unpacking = _Way(unpack_kernel, tiles, back, unpack)
         self.cold_page_bytes = buffers.cold_page_bytes
         self.tables = table, frequencies, means
-        self.number = _NUMBERS[buffers.shape.number_type][0]
+        self.number = NUMBER_TYPES[buffers.shape.number_type][0]
 
 
 def pack_pages_gpu(
@@ -252,6 +260,6 @@ def _matrices(
         is_turned = buffers.frequencies is not None or buffers.means is not None
         # Turned numbers may be larger than f16 ones.
         if not (is_turned and number_type is NumberType.F16):
-            there = _NUMBERS[number_type][1]
+            there = NUMBER_TYPES[number_type][1]
         back = torch.float16
     return matrix.to(device, there), matrix.T.contiguous().to(device, back)

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from coldpage.kernels.cold.formats import NumberType, PackedBuffers
+from coldpage.kernels.cold.formats import PackedBuffers
+from coldpage.kernels.cold.gpu import NUMBER_TYPES
 from coldpage.kernels.cold.gpu_pages import GpuPages, current_device
 
 __all__ = ["GpuCheck", "squares_reference"]
@@ -28,11 +29,6 @@ __all__ = ["GpuCheck", "squares_reference"]
 # Checks on their way; one more is left out.
 _MAX_RUNNING: Final = 32
 _TILE_NUMBERS: Final = 1024
-_NUMBERS: Final[dict[NumberType, Any]] = {
-    NumberType.BF16: tl.bfloat16,
-    NumberType.F16: tl.float16,
-    NumberType.F32: tl.float32,
-}
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -157,7 +153,7 @@ class GpuCheck:
                 self._squares,
                 first,
                 shape.num_numbers,
-                NUMBER=_NUMBERS[shape.number_type],
+                NUMBER=NUMBER_TYPES[shape.number_type][0],
                 TILE=_TILE_NUMBERS,
             )
             first += count
