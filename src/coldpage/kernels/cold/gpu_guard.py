@@ -5,7 +5,8 @@ Numbers that were 0 do not count: a page that tokens have not filled yet holds t
 
     pairs    [1] of two int32 (dst: cold page, src: hot slot), loaded as one int64
     buffers  [num_buffers, 3] int64: hot base address, hot stride, address of what was restored
-    squares  [num_buffers, 2] f32: squared lengths of the difference and of the hot numbers
+    squares  [num_buffers, 2] f32: squared lengths of the difference and of the hot numbers, in
+             page-locked memory
 """
 
 from __future__ import annotations
@@ -38,17 +39,16 @@ def _swap_kernel(pairs, swapped):  # type: ignore[no-untyped-def]
     tl.store(swapped, ((pair >> 32) & 0xFFFFFFFF) | (pair << 32))
 
 
-@triton.jit(do_not_specialize=["pairs", "first"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs", "squares"])  # type: ignore[untyped-decorator]
 def _squares_kernel(  # type: ignore[no-untyped-def]
     pairs,
     buffers,
     squares,
-    first,
     num_numbers,
     NUMBER: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a buffer; its row of the squares is ``first`` plus its number."""
+    """One program a buffer."""
     buffer = tl.program_id(0)
     slot = tl.load(pairs.to(tl.pointer_type(tl.int64))) >> 32
     entry = buffers + buffer * 3
@@ -64,9 +64,8 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
         lost = tl.where(was != 0.0, now - was, 0.0)
         difference += lost * lost
         length += was * was
-    row = squares + (first + buffer) * 2
-    tl.store(row, tl.sum(difference, 0))
-    tl.store(row + 1, tl.sum(length, 0))
+    tl.store(squares + buffer * 2, tl.sum(difference, 0))
+    tl.store(squares + buffer * 2 + 1, tl.sum(length, 0))
 
 
 def squares_reference(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
@@ -107,9 +106,9 @@ class GpuCheck:
         self._pages, self._tables = GpuPages(restored), tables
         self._swapped = torch.empty(1, dtype=torch.int64, device=device)
         num_buffers = sum(count for _, count in self._shapes)
-        self._squares = torch.empty(num_buffers, 2, dtype=torch.float32, device=device)
-        self._sums = torch.empty(2, dtype=torch.float32, device=device)
-        self._results = torch.empty(_MAX_RUNNING, 2, pin_memory=self._is_gpu)
+        # Kernels write there. Of a copy torch would note the stream, and to free what was copied on
+        # a stream that is gone by then ends the process.
+        self._squares = torch.empty(_MAX_RUNNING, num_buffers, 2, pin_memory=self._is_gpu)
         self._free = list(range(_MAX_RUNNING))
         self._running: deque[_Running] = deque()
 
@@ -126,8 +125,7 @@ class GpuCheck:
         _swap_kernel[(1,)](nothing.data_ptr(), self._swapped)
         self._pages.unpack(cold.data_ptr(), self._swapped.data_ptr(), 1, nothing.data_ptr())
         tables = [torch.stack([t[:, 2], t[:, 1] * 0, t[:, 2]], 1) for t in self._tables]
-        self._launch_squares(nothing.data_ptr(), tables)
-        self._send_result(0)
+        self._launch_squares(nothing.data_ptr(), tables, 0)
 
     def enqueue(self, cold_base: int, pair: int, ordinal: int | None, tag: int) -> bool:
         """Enqueue the check of one page on torch's current stream, behind the kernels that packed
@@ -139,29 +137,26 @@ class GpuCheck:
             torch.cuda.current_stream().wait_event(self._running[-1].event)
         _swap_kernel[(1,)](pair, self._swapped)
         self._pages.unpack(cold_base, self._swapped.data_ptr(), 1, ordinal)
-        self._launch_squares(pair, self._tables)
         row = self._free.pop()
-        self._running.append(_Running(row, tag, self._send_result(row)))
+        self._launch_squares(pair, self._tables, row)
+        self._running.append(_Running(row, tag, self._event()))
         return True
 
-    def _launch_squares(self, pair: int, tables: Sequence[torch.Tensor]) -> None:
+    def _launch_squares(self, pair: int, tables: Sequence[torch.Tensor], row: int) -> None:
         first = 0
         for (shape, count), table in zip(self._shapes, tables, strict=True):
             _squares_kernel[(count,)](
                 pair,
                 table,
-                self._squares,
-                first,
+                self._squares[row, first:],
                 shape.num_numbers,
                 NUMBER=NUMBER_TYPES[shape.number_type][0],
                 TILE=_TILE_NUMBERS,
             )
             first += count
 
-    def _send_result(self, row: int) -> Any:
-        """To the host; the event after which it is there, or None where it is at once."""
-        torch.sum(self._squares, 0, out=self._sums)
-        self._results[row].copy_(self._sums, non_blocking=True)
+    def _event(self) -> Any:
+        """After what is enqueued now; None where that is done at once."""
         if not self._is_gpu:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -175,7 +170,7 @@ class GpuCheck:
         found: list[tuple[int, tuple[float, float]]] = []
         while self._running and self._has_ended(self._running[0]):
             ended = self._running.popleft()
-            difference, length = self._results[ended.row].tolist()
+            difference, length = self._squares[ended.row].sum(0).tolist()
             found.append((ended.tag, (difference, length)))
             self._free.append(ended.row)
         return found
