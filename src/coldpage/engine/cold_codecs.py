@@ -131,14 +131,19 @@ class ColdCodecs:
 
 def _fraction(codec: ColdPageCodec, layout: HotLayout) -> float:
     """``codec`` is used up."""
+    cold_page_bytes = _cold_page_bytes(codec, layout)
+    bodies = [lc.life_cycle_id for lc in layout.life_cycles if lc.page_class is PageClass.BODY]
+    cold = sum(cold_page_bytes[life_cycle] for life_cycle in bodies)
+    return cold / sum(layout.page_bytes(life_cycle) for life_cycle in bodies)
+
+
+def _cold_page_bytes(codec: ColdPageCodec, layout: HotLayout) -> tuple[int, ...]:
+    """By life cycle. ``codec`` is used up. Raises CodecError where it can not pack the pages."""
     taken = take_codec(codec)
     try:
-        configured = ConfiguredCodec(taken, _somewhere(layout))
+        return ConfiguredCodec(taken, _somewhere(layout)).cold_page_bytes
     finally:
         taken.close()
-    bodies = [lc.life_cycle_id for lc in layout.life_cycles if lc.page_class is PageClass.BODY]
-    cold = sum(configured.cold_page_bytes[life_cycle] for life_cycle in bodies)
-    return cold / sum(layout.page_bytes(life_cycle) for life_cycle in bodies)
 
 
 def _somewhere(layout: HotLayout) -> list[PoolGroupDesc]:
@@ -186,12 +191,12 @@ def make_cold_codecs(
     specs = (host.strip(), (host if disk is None else disk).strip())
     packing = [spec for spec in dict.fromkeys(specs) if _is_packing(spec)]
     plain_pages = model_pages(model, tokens_per_block)
+    layout = hot_layout(manager_layers(model, tokens_per_block), separate_sinks=True)
     for spec in packing:
-        _check(spec, plain_pages, model)
+        _check(spec, plain_pages, layout, model)
     is_calibrated = any(_uses_calibration(name) for spec in packing for name in _names(spec))
     calibration = stored_or_made(model, progress) if is_calibrated else None
     pages = model_pages(model, tokens_per_block, calibration)
-    layout = hot_layout(manager_layers(model, tokens_per_block), separate_sinks=True)
     return ColdCodecs.make(specs, calibration, pages, layout)
 
 
@@ -204,7 +209,7 @@ def _is_packing(spec: str) -> bool:
     return _names(spec) != {LOSSLESS}
 
 
-def _check(spec: str, pages: ModelPages, model: LoadedModel) -> None:
+def _check(spec: str, pages: ModelPages, layout: HotLayout, model: LoadedModel) -> None:
     """Refuses what can not work before anybody waits for a calibration."""
     if spec in codec_names() and spec not in PACKED_FORMATS:
         return  # a codec of another package is made only once
@@ -214,6 +219,7 @@ def _check(spec: str, pages: ModelPages, model: LoadedModel) -> None:
             f"codec {spec} can not pack hot pages with {model.hot_types}, which are packed "
             f"already: use the codec {LOSSLESS}, or other cache types"
         )
+    _cold_page_bytes(create_codec(spec, pages), layout)  # refuses layer groups that there are not
 
 
 def _uses_calibration(name: str) -> bool:
