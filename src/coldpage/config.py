@@ -240,8 +240,10 @@ class KVCacheManagerConfig:
     The hot level has room for each of the ``constraints`` in any case.
 
     With ``separate_sink_pages`` the pages of the first block are a class of their own, which a
-    codec may keep in another form. The hot level keeps ``free_watermark`` of its slots free, for
-    sequences that come next.
+    codec may keep in another form. So are, with ``num_recent_blocks``, those of a sequence's newest
+    so many full blocks and of the last one that is not full, whenever the sequence lets go of its
+    pages, until it has grown past them. The hot level keeps ``free_watermark`` of its slots free,
+    for sequences that come next.
     """
 
     tokens_per_block: int
@@ -254,6 +256,7 @@ class KVCacheManagerConfig:
     constraints: tuple[BatchDesc, ...] = ()
     separate_sink_pages: bool = False
     free_watermark: float = 0.0
+    num_recent_blocks: int = 0
 
     def __post_init__(self) -> None:
         _require(
@@ -270,6 +273,10 @@ class KVCacheManagerConfig:
         _require(
             0.0 <= self.free_watermark < 1.0,
             f"free_watermark is {self.free_watermark}: it must lie in [0, 1), 0 for none",
+        )
+        _require(
+            self.num_recent_blocks >= 0,
+            f"num_recent_blocks is {self.num_recent_blocks}: give a number of blocks, 0 for none",
         )
         ratio = self.initial_pool_ratio
         _require(

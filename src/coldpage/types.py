@@ -95,6 +95,7 @@ class PageClass(enum.Enum):
 
     SINK = "sink"  # of the first block, on whose tokens attention leans
     BODY = "body"  # of every other block, or of all where sinks are no class of their own
+    RECENT = "recent"  # of the newest blocks, while no sequence that holds them has grown past them
 
 
 class PageIndexLocation(enum.Enum):

@@ -18,6 +18,7 @@ from coldpage.device.simulated import SimulatedDevice, SimulatedFaults
 from coldpage.events import level_names
 from coldpage.testing.pattern_engine import Bytes, PatternEngine, PatternSequence
 from coldpage.types import BlockOrdinal, LayerGroupId
+from tests.property.exactness import Exactness
 from tests.property.levels import Levels
 from tests.property.setups import (
     ROOMY_BLOCKS,
@@ -63,6 +64,7 @@ class CheckedManager:
         )
         self._slow_down_time()
         self.engine = PatternEngine(self.manager, view=high_bits if setup.is_lossy else None)
+        self.exactness = Exactness(self.engine, setup.per_block, setup.num_whole_blocks)
         self.watcher = Watcher(self.manager)
         self.levels = Levels(setup, self.manager)
         self.streams: list[Stream | None] = [None]
@@ -144,6 +146,7 @@ class CheckedManager:
                     self._ready.discard(sequence)
                     continue
                 self._retry(sequence.check)
+                self._retry(lambda: self.exactness.check(sequence))  # noqa: B023 -- called at once
         self.assert_clean()
 
     def forget(self, sequence: PatternSequence) -> None:
@@ -153,6 +156,7 @@ class CheckedManager:
         self._holes.pop(sequence)
         self._with_holes.discard(sequence)
         self._ready.discard(sequence)
+        self.exactness.forget(sequence)
         self.check()
 
     def assert_clean(self) -> None:

@@ -109,6 +109,7 @@ class Driver(CheckedManager):
             return
         self.operations["suspend"] += 1
         sequence.cache.suspend()
+        self.exactness.let_go(sequence)
         assert sequence.cache.capacity == sequence.cache.history_length
         self._ready.discard(sequence)
         self.check()
@@ -200,6 +201,7 @@ class Driver(CheckedManager):
             return
         self.operations["step"] += 1
         self._retry(lambda: sequence.write(tokens))
+        self.exactness.wrote(sequence, start, start + len(tokens))
         num_new = min(num_committed, start + len(tokens) - cache.num_committed_tokens)
         self._commit(sequence, num_new)
         if cache.history_length < start + len(tokens):
@@ -239,6 +241,7 @@ class Driver(CheckedManager):
         assert cache.history_length == cache.capacity == sequence.cache.history_length
         assert cache.num_committed_tokens == sequence.cache.num_committed_tokens
         self.sequences.append(other)
+        self.exactness.forked(sequence, other)
         self._missing[other] = set(cache.missing_blocks())
         self._holes[other] = set(self._holes[sequence])
         assert set(cache.holes()) == self._holes[other], "a fork has the same holes"
@@ -263,6 +266,7 @@ class Driver(CheckedManager):
         """A hole that will be written again is none, and what is left of it is missing. Blocks may
         be visible now that a sliding window had given up.
         """
+        self.exactness.went_back(sequence)
         cache = sequence.cache
         reopened = BlockOrdinal(cache.history_length // self.setup.per_block)
         holes = self._holes[sequence]

@@ -49,6 +49,21 @@ SETUPS = {
     "disk only, roomy": Setup(
         "mixed-sizes", 4, 8, 0, ROOMY_BLOCKS, codec="position", is_ring_tiny=True, watermark=0.3
     ),
+    "lossy, newest whole": Setup(
+        "mixed",
+        2,
+        10,
+        10,
+        20,
+        codec="coarse-past",
+        separate_sinks=True,
+        num_recent_blocks=2,
+        write_behind=True,
+        copies_behind=True,
+    ),
+    "lossy on disk, newest whole": Setup(
+        "full", 2, 8, 8, 24, disk_codec="coarse-past", num_recent_blocks=1, is_ring_tiny=True
+    ),
     "host only": Setup("window", 2, 8, 12, codec="device-index", has_pool_ratio=True),
     "cold on the device": Setup(
         "mixed-sizes", 2, 8, 6, 24, is_ring_tiny=True, gpu_blocks=6, gpu_place=1

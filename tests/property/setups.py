@@ -91,6 +91,7 @@ def make_codec(name: str) -> ColdPageCodec:
         "slow": SlowCodec(create_default_cold_page_codec(), 0.0),
         "coarse": CoarseCodec(),
         "coarse-body": CoarseCodec(keeps_sinks=True),
+        "coarse-past": CoarseCodec(keeps_sinks=True, keeps_recent=True),
     }
     return IndexPoisoningCodec(codecs[name])
 
@@ -104,7 +105,12 @@ CODECS = (
     "position-device",
     "slow",
 )
-LOSSY_CODECS = ("coarse", "coarse-body")
+LOSSY_CODECS = ("coarse", "coarse-body", "coarse-past")
+# Which page classes stay whole.
+WHOLE_CLASSES = {
+    "coarse-body": (PageClass.SINK,),
+    "coarse-past": (PageClass.SINK, PageClass.RECENT),
+}
 # Another object, and the same cold pages.
 _FORMATS = {"concat-pages": "concat", "slow": "concat", "position-device": "position"}
 
@@ -145,6 +151,7 @@ class Setup:
     gpu_place: int = 0  # how many cold levels come before it
     is_prepared_late: bool = False  # pinned memory gets ready bit by bit
     copies_behind: bool = False  # suspended pages are copied to a cold level in memory at once
+    num_recent_blocks: int = 0
 
     @property
     def has_windows(self) -> bool:
@@ -153,6 +160,13 @@ class Setup:
     @property
     def is_lossy(self) -> bool:
         return any(codec in LOSSY_CODECS for _, _, codec in self.cold_levels)
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """How many of a sequence's newest full blocks every codec keeps as they are."""
+        lossy = {codec for _, _, codec in self.cold_levels if codec in LOSSY_CODECS}
+        is_kept = all(PageClass.RECENT in WHOLE_CLASSES.get(codec, ()) for codec in lossy)
+        return self.num_recent_blocks if is_kept else 0
 
     @property
     def cold_levels(self) -> list[tuple[str, int, str]]:
@@ -193,7 +207,11 @@ class Setup:
     @property
     def layout(self) -> HotLayout:
         layers = layers_of(self.kind, self.per_block)
-        return hot_layout(layers, separate_sinks=self.separate_sinks)
+        return hot_layout(
+            layers,
+            separate_sinks=self.separate_sinks,
+            num_recent_blocks=self.num_recent_blocks,
+        )
 
     def quota_bytes(self, level: int, num_blocks: int) -> int:
         """What holds so many blocks there, scratch slots apart."""
@@ -220,7 +238,7 @@ class Setup:
         pools = layout.slot_bytes[life_cycle.hot_pool_group]
         if codec == "padding":
             return sum(-(-size // PADDING_BYTES) * PADDING_BYTES for size in pools)
-        is_whole = codec == "coarse-body" and life_cycle.page_class is PageClass.SINK
+        is_whole = life_cycle.page_class in WHOLE_CLASSES.get(codec, ())
         return -(-sum(pools) // 2) if codec in LOSSY_CODECS and not is_whole else sum(pools)
 
     def config(self, directory: Path) -> KVCacheManagerConfig:
@@ -255,6 +273,7 @@ class Setup:
             constraints=(BatchDesc((need,)),) if self.has_constraints else (),
             separate_sink_pages=self.separate_sinks,
             free_watermark=self.watermark,
+            num_recent_blocks=self.num_recent_blocks,
         )
 
 

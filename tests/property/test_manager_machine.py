@@ -45,6 +45,7 @@ setups = st.builds(
     gpu_place=st.integers(0, 3),
     copies_behind=st.booleans(),
     is_prepared_late=st.booleans(),
+    num_recent_blocks=st.sampled_from([0, 0, 1, 3]),
 )
 tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS // 2)
 streams = st.integers(0, NUM_STREAMS - 1)

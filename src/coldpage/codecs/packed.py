@@ -1,7 +1,7 @@
 """Codecs that pack keys and values: each built-in name is a format for keys and one for values.
 
-Buffers of other roles, pages of the class SINK and layers that nobody describes are copied as they
-are. Cold pages are the same on every device, up to the last bit of a rounded number.
+Buffers of other roles, pages of the classes SINK and RECENT, and layers that nobody describes are
+copied as they are. Cold pages are the same on every device, up to the last bit of a rounded number.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class PackedCodec(ColdPageCodec):
             formats is None
             or layer is None
             or role not in (_KEY, _VALUE)
-            or life_cycle.page_class is PageClass.SINK
+            or life_cycle.page_class is not PageClass.BODY
         ):
             return None
         shape, cold_format = _shape_of(layer, role), _format_of(formats, role)

@@ -84,12 +84,14 @@ class LifeCycle:
 @dataclass(frozen=True, slots=True)
 class HotLayout:
     """The hot representation: ``slot_bytes[pool_group][pool]``, and where each life cycle's pages
-    live.
+    live. The newest ``num_recent_blocks`` full blocks of a sequence, and the one after them, are
+    of the class RECENT; with 0 there is no such class.
     """
 
     layer_groups: tuple[LayerGroup, ...]
     life_cycles: tuple[LifeCycle, ...]
     slot_bytes: tuple[tuple[int, ...], ...]
+    num_recent_blocks: int = 0
 
     def page_bytes(self, life_cycle_id: LifeCycleId) -> int:
         """Bytes of one hot page over all its pools."""
@@ -97,16 +99,29 @@ class HotLayout:
 
     @property
     def num_classes(self) -> int:
-        """How many life cycles each layer group has: 2 where sinks are a class of their own."""
+        """How many life cycles each layer group has."""
         return len(self.life_cycles) // len(self.layer_groups)
 
+    @property
+    def page_classes(self) -> tuple[PageClass, ...]:
+        """The classes that every layer group has, in the order of their life cycles."""
+        return tuple(lc.page_class for lc in self.life_cycles[: self.num_classes])
+
     def life_cycle_of(
-        self, layer_group_id: LayerGroupId, block_ordinal: BlockOrdinal
+        self,
+        layer_group_id: LayerGroupId,
+        block_ordinal: BlockOrdinal,
+        *,
+        is_recent: bool = False,
     ) -> LifeCycleId:
-        """The life cycle of a block's page in a layer group."""
-        if self.num_classes == 1:
-            return LifeCycleId(layer_group_id)
-        return LifeCycleId(2 * layer_group_id + (0 if block_ordinal == 0 else 1))
+        """The life cycle of a block's page in a layer group. A first block is a sink first of all,
+        and nothing is recent where there is no such class.
+        """
+        classes = self.page_classes
+        wanted = PageClass.RECENT if is_recent and PageClass.RECENT in classes else PageClass.BODY
+        if block_ordinal == 0 and PageClass.SINK in classes:
+            wanted = PageClass.SINK
+        return LifeCycleId(len(classes) * layer_group_id + classes.index(wanted))
 
     def layer_groups_of(self, pool_group: PoolGroupIndex) -> tuple[LayerGroupId, ...]:
         """The layer groups whose pages live in a hot pool group."""
@@ -150,15 +165,23 @@ def _place_buffers(
 
 
 def hot_layout(
-    layers: Sequence[AttentionLayerConfig], *, separate_sinks: bool = False
+    layers: Sequence[AttentionLayerConfig],
+    *,
+    separate_sinks: bool = False,
+    num_recent_blocks: int = 0,
 ) -> HotLayout:
     """Group layers by window and sinks; groups whose slots have equal pool sizes share a hot pool
     group.
 
-    A layer group is one life cycle, or with ``separate_sinks`` two: that of the first block's pages
-    and then that of the rest. Their hot pages are alike.
+    A layer group is one life cycle; with ``separate_sinks`` that of the first block's pages comes
+    before it, and with ``num_recent_blocks`` that of the newest blocks' pages after it. Their hot
+    pages are alike, so a page that changes its class stays where it is.
     """
-    classes = (PageClass.SINK, PageClass.BODY) if separate_sinks else (PageClass.BODY,)
+    classes = (
+        *((PageClass.SINK,) if separate_sinks else ()),
+        PageClass.BODY,
+        *((PageClass.RECENT,) if num_recent_blocks else ()),
+    )
     by_kind: dict[tuple[int | None, int], list[AttentionLayerConfig]] = {}
     for layer in layers:
         by_kind.setdefault((layer.sliding_window_tokens, layer.num_sink_tokens), []).append(layer)
@@ -177,7 +200,7 @@ def hot_layout(
             life_cycles.append(
                 LifeCycle(life_cycle_id, group_id, page_class, pool_group, placements)
             )
-    return HotLayout(tuple(layer_groups), tuple(life_cycles), tuple(slot_bytes))
+    return HotLayout(tuple(layer_groups), tuple(life_cycles), tuple(slot_bytes), num_recent_blocks)
 
 
 def cold_layout(cold_page_bytes: Sequence[int]) -> ColdLayout:

@@ -27,15 +27,23 @@ class _Pages(NamedTuple):
 
     num_sink: int
     num_body: int
+    num_recent: int
 
     @property
     def total(self) -> int:
-        return self.num_sink + self.num_body
+        return self.num_sink + self.num_body + self.num_recent
 
-    def share_of(self, page_class: PageClass) -> Fraction:
-        """The part of the group's slots that one of two classes gets; never none."""
-        sink, body = max(1, self.num_sink), max(1, self.num_body)
-        return Fraction(sink if page_class is PageClass.SINK else body, sink + body)
+    def share_of(self, page_class: PageClass, classes: Sequence[PageClass]) -> Fraction:
+        """The part of the group's slots that one of its classes gets; never none."""
+        num_pages = {
+            PageClass.SINK: self.num_sink,
+            PageClass.BODY: self.num_body,
+            PageClass.RECENT: self.num_recent,
+        }
+        if PageClass.SINK not in classes:
+            num_pages[PageClass.BODY] += self.num_sink
+        kept = {it: max(1, num_pages[it]) for it in classes}
+        return Fraction(kept[page_class], sum(kept.values()))
 
 
 def _num_kept(start: int, stop: int, stale: HalfOpenRange) -> int:
@@ -44,9 +52,12 @@ def _num_kept(start: int, stop: int, stale: HalfOpenRange) -> int:
     return max(0, stop - start) - len(overlap)
 
 
-def _batch_pages(group: LayerGroup, batch: BatchDesc, tokens_per_block: int) -> _Pages:
+def _batch_pages(
+    group: LayerGroup, batch: BatchDesc, tokens_per_block: int, num_recent_blocks: int
+) -> _Pages:
     """Each sequence keeps the blocks of its capacity that are not stale at its history; the whole
     blocks of the system prompt are the same pages in all of them, and stay while one sees them.
+    Beside the recent ones there is the block that is not full.
     """
     num_shared = batch.system_prompt_length // tokens_per_block
     sequences = [
@@ -63,7 +74,16 @@ def _batch_pages(group: LayerGroup, batch: BatchDesc, tokens_per_block: int) -> 
             for num_blocks, stale in sequences
         )
 
-    return _Pages(num_pages(0, 1), num_pages(1, max(num_blocks for num_blocks, _ in sequences)))
+    num_first, num_rest = num_pages(0, 1), num_pages(1, max(n for n, _ in sequences))
+    num_newest = num_recent_blocks + 1 if num_recent_blocks else 0
+    num_recent = min(
+        num_rest,
+        sum(
+            _num_kept(max(1, num_blocks - num_newest), num_blocks, stale)
+            for num_blocks, stale in sequences
+        ),
+    )
+    return _Pages(num_first, num_rest - num_recent, num_recent)
 
 
 class Partition:
@@ -72,7 +92,7 @@ class Partition:
     The shares come from ``initial_pool_ratio``, hot bytes by layer group; else from the pages that
     ``typical_step`` keeps in each; else from the most that any of the ``constraints`` keeps there;
     else from one sequence of ``TYPICAL_SEQUENCE_TOKENS``. A group's share is
-    divided between its sinks and its body as the same batch has them; beside an
+    divided between its page classes as the same batch has them; beside an
     ``initial_pool_ratio``, as the next of these sources has.
 
     Raises ConfigurationError when the ratio does not have one share a layer group.
@@ -91,7 +111,9 @@ class Partition:
         constraints: Sequence[BatchDesc] = (),
     ) -> None:
         def pages_of(batch: BatchDesc) -> list[_Pages]:
-            return [_batch_pages(group, batch, tokens_per_block) for group in layout.layer_groups]
+            recent = layout.num_recent_blocks
+            groups = layout.layer_groups
+            return [_batch_pages(group, batch, tokens_per_block, recent) for group in groups]
 
         self._layout = layout
         needs = [pages_of(batch) for batch in constraints]
@@ -110,7 +132,7 @@ class Partition:
         )
         self._slot_weights = tuple(
             self.layer_group_weights[lc.layer_group_id]
-            * (pages[lc.layer_group_id].share_of(lc.page_class) if layout.num_classes > 1 else 1)
+            * pages[lc.layer_group_id].share_of(lc.page_class, layout.page_classes)
             / layout.page_bytes(lc.life_cycle_id)
             for lc in layout.life_cycles
         )

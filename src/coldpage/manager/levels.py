@@ -71,7 +71,9 @@ class LevelBuilder:
         self._num_scratch = NUM_SCRATCH_SLOTS if codecs.num_formats > 1 else 0
         try:
             self.layout: HotLayout = hot_layout(
-                config.layers, separate_sinks=config.separate_sink_pages
+                config.layers,
+                separate_sinks=config.separate_sink_pages,
+                num_recent_blocks=config.num_recent_blocks,
             )
             self._quotas = Quotas(config, self.layout, self._num_scratch)
         except BaseException:

@@ -82,7 +82,10 @@ class KVCacheManager:
                 self.device.close()
             raise
         self.layout = self._builder.layout
-        self.provenance = codecs.provenance(has_sinks_apart=config.separate_sink_pages)
+        self.provenance = codecs.provenance(
+            has_sinks_apart=config.separate_sink_pages,
+            has_recent_apart=config.num_recent_blocks > 0,
+        )
         self._codecs = codecs
         self._layer_group_of = {
             layer_id: group.layer_group_id
@@ -115,15 +118,17 @@ class KVCacheManager:
 
     def _make_context(self) -> SequenceContext:
         layout, config = self.layout, self.config
-        first, body = (
+        first, body, recent = (
             np.array(
                 [
-                    layout.life_cycle_of(g.layer_group_id, BlockOrdinal(ordinal))
+                    layout.life_cycle_of(
+                        g.layer_group_id, BlockOrdinal(ordinal), is_recent=is_recent
+                    )
                     for g in layout.layer_groups
                 ],
                 np.int16,
             )
-            for ordinal in (0, 1)
+            for ordinal, is_recent in ((0, False), (1, False), (1, True))
         )
         return SequenceContext(
             storage=self._storage,
@@ -131,6 +136,8 @@ class KVCacheManager:
             layer_groups=layout.layer_groups,
             first_life_cycle=first,
             body_life_cycle=body,
+            recent_life_cycle=recent,
+            num_recent_blocks=layout.num_recent_blocks,
             tokens_per_block=config.tokens_per_block,
             max_util_for_resume=config.max_util_for_resume,
             check_thread=self._check_thread,

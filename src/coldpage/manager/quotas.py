@@ -19,25 +19,32 @@ Weights = Sequence[Fraction | int | float]
 def max_sequence_tokens(
     layout: HotLayout, level: LevelPools, tokens_per_block: int, max_utilization: float
 ) -> int:
-    """The longest sequence whose live blocks fit the level at ``max_utilization``."""
+    """The longest sequence whose live blocks fit the level at ``max_utilization``. Of whole blocks,
+    so the newest are those of its class RECENT.
+    """
     limits = {group: group.max_locked_slots(max_utilization) for group in level.groups}
     groups_of = [
         [
-            level.group_of(layout.life_cycle_of(g.layer_group_id, BlockOrdinal(ordinal)))
-            for ordinal in (0, 1)
+            level.group_of(
+                layout.life_cycle_of(g.layer_group_id, BlockOrdinal(ordinal), is_recent=is_recent)
+            )
+            for ordinal, is_recent in ((0, False), (1, False), (1, True))
         ]
         for g in layout.layer_groups
     ]
 
     def fits(num_blocks: int) -> bool:
         used = dict.fromkeys(limits, 0)
-        for layer_group, (first, body) in zip(layout.layer_groups, groups_of, strict=True):
+        for layer_group, groups in zip(layout.layer_groups, groups_of, strict=True):
+            first, body, recent = groups
             num_tokens = num_blocks * tokens_per_block
             live = layer_group.live_blocks(num_tokens, tokens_per_block)
             stale = layer_group.stale_blocks(num_tokens, tokens_per_block)
             has_first = int(num_blocks > 0 and 0 not in stale)
+            num_recent = min(layout.num_recent_blocks, live - has_first)
             used[first] += has_first
-            used[body] += live - has_first
+            used[recent] += num_recent
+            used[body] += live - has_first - num_recent
         return all(used[group] <= limit for group, limit in limits.items())
 
     low, high = 0, 1

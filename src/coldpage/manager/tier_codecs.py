@@ -17,6 +17,8 @@ __all__ = ["TierCodecs"]
 
 # Of no codec: an identity begins with an id, which is not empty and has no slash.
 _SINKS_APART: Final = b"/sinks apart"
+# How many they are is not in it: the forms on disk are the same, and so is what they lose at worst.
+_RECENT_APART: Final = b"/recent apart"
 
 
 class TierCodecs:
@@ -119,9 +121,10 @@ class TierCodecs:
         ]
         return tuple(stats for stats in found if stats.errors)
 
-    def provenance(self, *, has_sinks_apart: bool) -> bytes:
+    def provenance(self, *, has_sinks_apart: bool, has_recent_apart: bool) -> bytes:
         """What a block may have been through: ``exact``, or the formats that lose something, and
-        whether they were told which pages are of first blocks, which they may keep whole.
+        whether they were told which pages are of first blocks and of the newest, which they may
+        keep whole.
         """
         lossy = sorted(c.identity for c in self.all if not c.codec.is_lossless)
         if not lossy:
@@ -129,6 +132,8 @@ class TierCodecs:
         names = [name.encode("utf-8", "surrogatepass") for name in lossy]
         if has_sinks_apart:
             names.append(_SINKS_APART)
+        if has_recent_apart:
+            names.append(_RECENT_APART)
         # Each with its length, so that no two lists read alike.
         return b"".join(len(name).to_bytes(8, "little") + name for name in names)
 

@@ -159,7 +159,8 @@ class DiskReads:
             self._end.count_late(disk, pages)
             was_present = (table.present[pages] & disk.bit) != 0
             table.present[pages] &= ~disk.bit
-            self._end.release_sources(pages, disk)
+            group = disk.group_of(table.life_cycle[pages[0]])
+            self._end.release_sources(pages, disk, group)
             if memory.level != HOT_LEVEL:
                 table.reserved[pages] &= ~memory.bit
                 for group, members in memory.split(table.life_cycle[pages], pages):
@@ -221,5 +222,5 @@ class DiskReads:
         self._end.count_failures(transfer, ok, "read_misses")
         self._end.count_arrived(transfer, arrived, is_write=False)
         settled.lost.append(bad[was_present & (table.present[bad] == 0)])
-        self._end.release_sources(pages[ok], disk)
+        self._end.release_sources(pages[ok], disk, transfer.group)
         settled.pages.append(pages)

@@ -53,13 +53,15 @@ class Transfer:
     group: PoolGroup  # of the disk level
     memory: LevelPools  # the other end, also when a lease lies between
     disk_slots: Int32Array
+    page_bytes: int  # of each on disk
     addresses: Int64Array
     lease: StagingBuffer | None
     names: list[BlobName]  # what is written about each page; empty for a read
     deadline_s: float  # when a read that has not ended is a miss
+    # Of the level ``memory``, where the I/O uses its slots.
+    memory_group: PoolGroup | None = None
     # Of a read that has expired: what its I/O may still touch.
     is_expired: bool = False
-    memory_group: PoolGroup | None = None
     memory_slots: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     after: list[Completion] = field(default_factory=list)
     batch: IoBatch | None = None
@@ -102,10 +104,6 @@ class DiskEnd:
         self.ring = ring
         self.table = table
         self.events = events
-
-    def page_bytes(self, transfer: Transfer) -> int:
-        """The size of each of its cold pages on disk."""
-        return self.moves.cold_page_bytes(transfer.disk.codec, transfer.pages)
 
     @staticmethod
     def is_direct(disk: LevelPools, memory: LevelPools) -> bool:
@@ -153,6 +151,7 @@ class DiskEnd:
         slots = self.table.slot[memory.level, batch]
         addresses = group.cold_memory.addresses(slots)
         transfer = self._transfer(batch, disk, memory, addresses, None)
+        transfer.memory_group = group
         transfer.after = list(self.moves.ready.outstanding(group.slots.event[slots]))
         return transfer
 
@@ -173,6 +172,7 @@ class DiskEnd:
             group=disk.group_of(self.table.life_cycle[batch[0]]),
             memory=memory,
             disk_slots=self.table.slot[disk.level, batch].copy(),
+            page_bytes=self.moves.cold_page_bytes(disk.codec, batch),
             addresses=addresses,
             lease=lease,
         )
@@ -186,13 +186,14 @@ class DiskEnd:
         current: npt.NDArray[np.bool_] = self.table.version[transfer.pages] == transfer.versions
         return current
 
-    def release_sources(self, pages: Int32Array, source: LevelPools) -> None:
-        """The source slots are read no more; free those whose pages gave them up meanwhile."""
+    def release_sources(self, pages: Int32Array, source: LevelPools, group: PoolGroup) -> None:
+        """The source slots, which are all of one group, are read no more; free those whose pages
+        gave them up meanwhile. They may be of another life cycle by now.
+        """
         table = self.table
         table.busy[pages] &= ~source.bit
         given_up = pages[(table.present[pages] & source.bit) == 0]
-        for group, members in source.split(table.life_cycle[given_up], given_up):
-            group.slots.free(table.slot[source.level, members])
+        group.slots.free(table.slot[source.level, given_up])
 
     def count_arrived(
         self, transfer: Transfer, arrived: npt.NDArray[np.bool_], *, is_write: bool
@@ -202,7 +203,7 @@ class DiskEnd:
         source, target = ends if is_write else ends[::-1]
         if arrived.any():
             pages = transfer.pages[arrived]
-            self.events.moved(pages, source, target, self.page_bytes(transfer))
+            self.events.moved(pages, source, target, transfer.page_bytes)
 
     @staticmethod
     def late_sentence(disk: LevelPools) -> str:

@@ -137,7 +137,8 @@ class DiskWrites:
         transfer.disk.disk.note_writes(ok, transfer.group.disk.last_failure)
         self._end.count_arrived(transfer, ok & current, is_write=True)
         if transfer.lease is None:
-            self._end.release_sources(pages, transfer.memory)
+            assert transfer.memory_group is not None, "written from its own slots"
+            self._end.release_sources(pages, transfer.memory, transfer.memory_group)
             settled.pages.append(pages)
             return True
         # The staged bytes may be the only copy of a page that failed: try another slot.

@@ -50,9 +50,12 @@ class SequenceContext:
     storage: Storage
     tree: PrefixTree
     layer_groups: tuple[LayerGroup, ...]
-    # The life cycle of a layer group's first block, and of its others, [num_layer_groups].
+    # The life cycle of a layer group's first block, of its others, and of the newest of those,
+    # [num_layer_groups].
     first_life_cycle: npt.NDArray[np.int16]
     body_life_cycle: npt.NDArray[np.int16]
+    recent_life_cycle: npt.NDArray[np.int16]
+    num_recent_blocks: int
     tokens_per_block: int
     max_util_for_resume: float
     check_thread: Callable[[], None]
@@ -66,7 +69,9 @@ class SequenceContext:
     def life_cycles(
         self, layer_groups: npt.NDArray[np.integer], ordinals: Int32Array
     ) -> npt.NDArray[np.int16]:
-        """The life cycle of each page, by its layer group and block."""
+        """The life cycle of each new page, by its layer group and block: locked pages do not leave
+        the hot level, so which of them are recent is asked when they are let go of.
+        """
         first, body = self.first_life_cycle[layer_groups], self.body_life_cycle[layer_groups]
         found: npt.NDArray[np.int16] = np.where(ordinals == 0, first, body)
         return found

@@ -21,6 +21,7 @@ from coldpage.sequence.context import (
     SequenceContext,
 )
 from coldpage.sequence.coverage import Coverage
+from coldpage.sequence.marks import PageMarks
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
@@ -67,6 +68,7 @@ class KVCache:
         self._num_committed = int(prefix.tokens.size)
         self._table = prefix.table
         self._coverage = Coverage(context, self._table)
+        self._marks = PageMarks(context, self._table)
         self._storage.hold(self._table.live_pages(), priority)
         self._history_length = self._num_committed
         self._capacity = self._num_committed
@@ -304,7 +306,8 @@ class KVCache:
         # A page that no query will see is not worth moving, nor room at the next resume.
         self._release_stale()
         pages = self._table.live_pages()
-        self._protect(pages)
+        self._marks.protect()
+        self._marks.classify(self._history_length)
         self._storage.unlock(pages, self._stream)
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
@@ -313,17 +316,6 @@ class KVCache:
         if num_full < self._table.num_blocks:
             pages = self._table.live_pages(num_full)
         self._storage.copy_behind(pages)
-
-    def _protect(self, pages: Int32Array) -> None:
-        """Mark the first and the newest block of the live ``pages``: eviction takes the others of
-        this sequence before them. What other sequences share keeps the mark they gave it.
-        """
-        table = self._storage.table
-        table.is_protected[pages[table.num_refs[pages] == 1]] = False
-        for column in (0, self._table.num_blocks - 1):
-            if self._table.num_blocks:
-                pages = self._table.pages[:, column]
-                table.is_protected[pages[pages != NO_PAGE]] = True
 
     # ------------------------------------------------------------------ growing and shrinking
 
@@ -413,7 +405,8 @@ class KVCache:
         for layer_group, group in enumerate(self._context.layer_groups):
             stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
             if len(stale):
-                self._release(self._table.take(layer_group, stale.start, stale.stop))
+                pages = self._table.take(layer_group, stale.start, stale.stop)
+                self._release(self._marks.outgrow(layer_group, pages))
 
     def truncate(self, num_tokens: int) -> None:
         """Forget every position from ``num_tokens`` on; ``capacity`` and ``history_length`` become
@@ -555,6 +548,7 @@ class KVCache:
             pages = self._table.live_pages()
             is_hot = (self._storage.table.present[pages] & HOT_BIT) != 0
             self._storage.moves.order_after(pages[is_hot], self._stream)
+        other._marks.classify(self._history_length)  # locked by this one as long as it is active
         self._writable_from = self._table.num_blocks
         if self._table.is_hole.any():
             self._is_ready = False  # as after ``drop_blocks``
@@ -580,7 +574,9 @@ class KVCache:
         if not self._context.is_open():  # the manager has freed everything already
             self._status = KVCacheStatus.CLOSED
             return
-        self._protect(self._table.live_pages())
+        self._marks.protect()
+        if self._status is KVCacheStatus.ACTIVE:  # else it was done when it was suspended
+            self._marks.classify(self._history_length)
         self._release(self._table.cut(0))
         self._status = KVCacheStatus.CLOSED
         self._stream = None

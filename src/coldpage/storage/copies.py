@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from coldpage.events import StorageEvents
 from coldpage.page import HOT_BIT, PageTable
@@ -67,6 +68,26 @@ class PageCopies:
         pages = pages[(table.present[pages] & level.bit) != 0]
         table.present[pages] &= ~level.bit
         self.free_slots(level, pages[(table.busy[pages] & level.bit) == 0])
+
+    def change_life_cycles(self, pages: Int32Array, life_cycles: npt.NDArray[np.int16]) -> None:
+        """Those of the pages that are hot are of these life cycles, of the same layer groups, from
+        now on. Copies on levels whose codec has other forms for the two are given up, and so is
+        what is on its way there.
+        """
+        table = self.table
+        is_changed = (table.life_cycle[pages] != life_cycles) & (
+            (table.present[pages] & HOT_BIT) != 0
+        )
+        pages, life_cycles = pages[is_changed], life_cycles[is_changed]
+        if not pages.size:
+            return
+        for level in self.levels[1:]:
+            form_of = level.codec.representative
+            is_other = form_of[table.life_cycle[pages]] != form_of[life_cycles]
+            other = pages[is_other]
+            table.version[other[(table.reserved[other] & level.bit) != 0]] += 1
+            self.drop(level, other)
+        table.life_cycle[pages] = life_cycles
 
     def drop_cold(self, pages: Int32Array) -> None:
         """Only the hot copies stay."""

@@ -556,7 +556,9 @@ class Storage:
             owners = group.slots.page[slots]
             num_owned += slots.size
             assert bool((table.slot[level.level, owners] == slots).all()), "slot and owner disagree"
-            for own, _ in level.split(table.life_cycle[owners], owners):
+            # What is given up while a transfer uses it may be a copy in the form of another class.
+            kept = owners[(table.present[owners] & level.bit) != 0]
+            for own, _ in level.split(table.life_cycle[kept], kept):
                 assert own is group, "a page in the wrong pool group"
             bits = table.present[owners] | table.reserved[owners] | table.busy[owners]
             assert bool(((bits & level.bit) != 0).all()), f"a {level.name} slot leaked"

@@ -33,7 +33,7 @@ FORMAT_VERSION: Final = 2
 BLANK_KEY: Final = BlockKey(bytes(32))
 MAX_CODEC_BYTES: Final = 1024
 # A page class on disk is its place in here.
-PAGE_CLASSES: Final = (PageClass.BODY, PageClass.SINK)
+PAGE_CLASSES: Final = (PageClass.BODY, PageClass.SINK, PageClass.RECENT)
 
 _MAGIC: Final = b"CPGS"
 # magic, format version, header bytes, tokens a block, payload bytes, slot, write number, payload

@@ -117,22 +117,28 @@ class CoarseCodec(PageCodec):
     """Keeps the high four bits of each byte: cold pages have half the size, and a page that was
     cold once stays as it is from then on.
 
-    With ``keeps_sinks`` pages of the sink class stay whole, where the manager has such a class.
+    With ``keeps_sinks`` pages of the sink class stay whole, and with ``keeps_recent`` those of the
+    recent class, where the manager has such classes.
     """
 
     codec_id = "coarse"
 
-    def __init__(self, *, keeps_sinks: bool = False) -> None:
+    def __init__(self, *, keeps_sinks: bool = False, keeps_recent: bool = False) -> None:
         super().__init__()
-        self._keeps_sinks = keeps_sinks
-        self.parameters = "nibbles sinks=bytes" if keeps_sinks else "nibbles"
+        kept = {PageClass.SINK: keeps_sinks, PageClass.RECENT: keeps_recent}
+        self._whole = frozenset(page_class for page_class, is_kept in kept.items() if is_kept)
+        self.parameters = "nibbles"
+        if keeps_sinks:
+            self.parameters += " sinks=bytes"
+        if keeps_recent:
+            self.parameters += " recent=bytes"
 
     def _is_whole(self, hot: HotPages) -> bool:
-        return self._keeps_sinks and hot.life_cycle.page_class is PageClass.SINK
+        return hot.life_cycle.page_class in self._whole
 
     def representative(self, hot: HotPages) -> LifeCycleId:
-        """The classes differ in size when sinks stay whole."""
-        return hot.alike if self._keeps_sinks else hot.first
+        """The classes differ in size when some stay whole."""
+        return hot.alike if self._whole else hot.first
 
     def cold_bytes(self, hot: HotPages) -> int:
         """Two bytes in one, an odd one alone."""
