@@ -21,7 +21,12 @@ from coldpage.kernels.cold.formats import (
     NumberType,
     PackedBuffers,
 )
-from coldpage.kernels.cold.gpu_kernels import pack_block_kernel, pack_kernel, unpack_kernel
+from coldpage.kernels.cold.gpu_kernels import (
+    pack_block_kernel,
+    pack_channels_kernel,
+    pack_kernel,
+    unpack_kernel,
+)
 from coldpage.kernels.cold.gpu_vectors import (
     IS_FP8,
     IS_INT4_BLOCK,
@@ -58,8 +63,6 @@ PACK: Final = Launch(tile_numbers=8192, num_warps=4, stages=2)
 UNPACK: Final = Launch(tile_numbers=8192, num_warps=4, stages=4)
 
 _MIN_DOT_ROWS: Final = 16
-# More heads of one token would be apart in cold memory, where a warp is to write whole lines.
-_MAX_CHANNEL_HEADS: Final = 4
 _KINDS: Final = {
     ColdFormat.INT8: IS_INT8,
     ColdFormat.FP8: IS_FP8,
@@ -68,6 +71,10 @@ _KINDS: Final = {
     ColdFormat.TURBO4: IS_TURBO4,
     ColdFormat.TURBO3: IS_TURBO3,
     ColdFormat.INT4_BLOCK: IS_INT4_BLOCK,
+}
+_PACK_KERNELS: Final = {
+    ColdFormat.INT4_BLOCK: pack_block_kernel,
+    ColdFormat.INT4_CHANNEL: pack_channels_kernel,
 }
 NUMBER_TYPES: Final[dict[NumberType, tuple[Any, torch.dtype]]] = {
     NumberType.BF16: (tl.bfloat16, torch.bfloat16),
@@ -110,8 +117,7 @@ class GpuBuffers:
         there = back = table
         if buffers.cold_format.is_rotated:
             there, back = _matrices(buffers, device, is_gpu)
-        is_block = buffers.cold_format is ColdFormat.INT4_BLOCK
-        kernel = pack_block_kernel if is_block else pack_kernel
+        kernel = _PACK_KERNELS.get(buffers.cold_format, pack_kernel)
         self.packing = _Way(kernel, _tiles(buffers, pack.tile_numbers, is_gpu), there, pack)
         tiles = _tiles(buffers, unpack.tile_numbers, is_gpu)
         self.unpacking = _Way(unpack_kernel, tiles, back, unpack)
@@ -194,7 +200,6 @@ def _tile_size(cold_format: ColdFormat, shape: KVShape, tile_numbers: int) -> tu
     most_heads = triton.next_power_of_2(heads)
     if cold_format is ColdFormat.INT4_CHANNEL:
         tile_tokens = triton.next_power_of_2(cold_format.group(shape))
-        most_heads = min(most_heads, _MAX_CHANNEL_HEADS)
     else:
         tile_tokens = min(triton.next_power_of_2(tokens), rows)
     tile_heads = min(most_heads, max(1, rows // tile_tokens))

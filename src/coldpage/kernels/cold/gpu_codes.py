@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from coldpage.kernels.cold.gpu_vectors import IS_FP8
 from coldpage.kernels.cold.numbers import F16_MAX, FP8_MAX
@@ -57,11 +58,13 @@ def scaled_codes(low, high, TILES: tl.constexpr):
     if TILES.kind == IS_FP8:
         scale = _rounded_up(largest(low, high) * _PER_FP8_MAX)[:, None]
         inverse = inverse_of(scale)
-        low, high = _fp8_codes(low * inverse), _fp8_codes(high * inverse)
+        low = _fp8_codes(low * inverse, TILES.is_asm)
+        high = _fp8_codes(high * inverse, TILES.is_asm)
     else:
         scale = _rounded_up(largest(low, high) * _PER_127)[:, None]
         inverse = inverse_of(scale)
-        low, high = whole_numbers(low * inverse, 127.0), whole_numbers(high * inverse, 127.0)
+        low = whole_numbers(low, inverse, 127.0, TILES.is_asm)
+        high = whole_numbers(high, inverse, 127.0, TILES.is_asm)
     return low, high, scale
 
 
@@ -69,34 +72,50 @@ def scaled_codes(low, high, TILES: tl.constexpr):
 def scaled_numbers(codes, scale, TILES: tl.constexpr):
     """The same backwards: codes uint8 and scale f32 [rows, 1] to f32."""
     if TILES.kind == IS_FP8:
-        numbers = _fp8_numbers(codes.to(tl.int32))
+        numbers = _fp8_numbers(codes, TILES.is_asm)
     else:
         numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
     return numbers * scale
 
 
 @triton.jit
-def whole_numbers(quotient, MOST: tl.constexpr):
-    """The nearest whole numbers from -MOST to MOST."""
-    limited = tl.minimum(tl.maximum(quotient, -MOST), MOST)
-    return (limited + _WHOLE).to(tl.int32, bitcast=True)
+def whole_numbers(numbers, factor, MOST: tl.constexpr, IS_ASM: tl.constexpr):
+    """The nearest whole numbers to ``numbers * factor`` from -MOST to MOST."""
+    part = _limited(numbers, factor * (0.5 / MOST), 0.5, IS_ASM)
+    return (part * (2.0 * MOST) + (_WHOLE - MOST)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _fp8_codes(quotient):
-    """Half to even, by carrying into what is kept of f32's bits. What is small in e4m3 is small in
-    f32 too, once it is made 2^120 times smaller."""
+def _has_fp8(IS_ASM: tl.constexpr):
+    """Whether the GPU has instructions for e4m3."""
+    return target_info.cuda_capability_geq(8, 9) if IS_ASM else False
+
+
+@triton.jit
+def _fp8_codes(quotient, IS_ASM: tl.constexpr):
+    """Half to even."""
     limited = tl.minimum(tl.maximum(quotient, -_FP8_MAX), _FP8_MAX)
-    bits = (limited * _FP8_DOWN).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    magnitude = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    return magnitude | ((bits >> 24) & 0x80)
+    if _has_fp8(IS_ASM):
+        result = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        # By carrying into what is kept of f32's bits. What is small in e4m3 is small in f32 too,
+        # once it is made 2^120 times smaller.
+        bits = (limited * _FP8_DOWN).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        magnitude = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        result = (magnitude | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return result
 
 
 @triton.jit
-def _fp8_numbers(codes):
-    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * _FP8_UP
+def _fp8_numbers(codes, IS_ASM: tl.constexpr):
+    if _has_fp8(IS_ASM):
+        result = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        codes = codes.to(tl.int32)
+        bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+        result = bits.to(tl.float32, bitcast=True) * _FP8_UP
+    return result
 
 
 @triton.jit
@@ -108,10 +127,29 @@ def int4_parameters(least, most):
 
 
 @triton.jit
-def int4_codes(numbers, inverse, minimum):
+def int4_codes(numbers, inverse, minimum, IS_ASM: tl.constexpr):
     """Codes from 0 to 15, by the inverse of the scale and the minimum, both f32."""
-    above = tl.minimum(tl.maximum((numbers - minimum) * inverse, 0.0), 15.0)
-    return (above + _WHOLE).to(tl.int32, bitcast=True)
+    unit = inverse * (1 / 15)
+    return (_limited(numbers, unit, -minimum * unit, IS_ASM) * 15.0 + _WHOLE).to(
+        tl.int32, bitcast=True
+    )
+
+
+@triton.jit
+def _limited(numbers, factor, summand, IS_ASM: tl.constexpr):
+    """``numbers * factor + summand`` from 0 to 1, in one instruction."""
+    if IS_ASM:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [numbers, factor, summand],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        result = tl.minimum(tl.maximum(numbers * factor + summand, 0.0), 1.0)
+    return result
 
 
 @triton.jit

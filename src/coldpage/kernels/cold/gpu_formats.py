@@ -15,7 +15,6 @@ from coldpage.kernels.cold.gpu_blobs import (
     parameters,
     store_codes,
     store_f16_parameters,
-    store_padding,
     store_words,
 )
 from coldpage.kernels.cold.gpu_codes import (
@@ -37,21 +36,16 @@ from coldpage.kernels.cold.gpu_rotated import (
 )
 from coldpage.kernels.cold.gpu_vectors import (
     IS_INT4_BLOCK,
-    IS_INT4_CHANNEL,
     IS_INT4_TOKEN,
     IS_TURBO4,
-    heads_at,
-    load_present,
-    of_heads,
-    store_present,
 )
 
 __all__ = ["pack_tile", "store_nibbles", "unpack_tile"]
 
 
 @triton.jit
-def pack_tile(cold, low, high, rows, tile, matrices, TILES: tl.constexpr):
-    """Store what numbers become, of any type, in all formats but int4_block."""
+def pack_tile(cold, low, high, rows, matrices, TILES: tl.constexpr):
+    """Store what numbers become, of any type, in all formats but int4_block and int4_channel."""
     if TILES.is_rotated:
         low, high, norm = pack_rotated(low, high, matrices, TILES)
         if TILES.kind == IS_TURBO4:
@@ -60,15 +54,12 @@ def pack_tile(cold, low, high, rows, tile, matrices, TILES: tl.constexpr):
             ROW: tl.constexpr = TILES.half // 4 * 3
             store_codes(cold, three_bit_bytes(low, high), rows, ROW, ROW, TILES)
         store_f16_parameters(cold, norm, rows, TILES)
-    elif TILES.kind == IS_INT4_CHANNEL:
-        _pack_channels(cold, low.to(tl.float32), high.to(tl.float32), rows, tile, TILES)
     elif TILES.kind == IS_INT4_TOKEN:
         _pack_tokens(cold, low.to(tl.float32), high.to(tl.float32), rows, TILES)
     else:
         low, high, scale = scaled_codes(low.to(tl.float32), high.to(tl.float32), TILES)
         _store_8_bits(cold, low, high, rows, TILES)
         store_f16_parameters(cold, scale, rows, TILES)
-    store_padding(cold, tile, TILES)
 
 
 @triton.jit
@@ -115,49 +106,19 @@ def _pack_tokens(cold, low, high, rows, TILES: tl.constexpr):
         words = words + (int4_word(scale, minimum),)
         inverse = inverse_of(scale)[:, None]
         minimum = minimum.to(tl.float32)[:, None]
-        low_codes = tl.where(in_low, int4_codes(low, inverse, minimum), low_codes)
-        high_codes = tl.where(in_high, int4_codes(high, inverse, minimum), high_codes)
+        low_codes = tl.where(in_low, int4_codes(low, inverse, minimum, TILES.is_asm), low_codes)
+        high_codes = tl.where(in_high, int4_codes(high, inverse, minimum, TILES.is_asm), high_codes)
     store_nibbles(cold, low_codes, high_codes, rows, TILES)
     store_words(cold, words, rows, TILES)
 
 
 @triton.jit
-def _pack_channels(cold, low, high, rows, tile, TILES: tl.constexpr):
-    """int4_channel, of rows in the order of tokens."""
-    is_row = rows[1][:, None]
-    low, low_word = _channel_codes(low, is_row, TILES)
-    high, high_word = _channel_codes(high, is_row, TILES)
-    store_nibbles(cold, low, high, rows, TILES)
-    at, mask = heads_at(parameters(cold, tl.int32, TILES), tile, TILES.groups, TILES)
-    store_present(at, low_word, mask, TILES.is_whole)
-    store_present(at + TILES.half, high_word, mask, TILES.is_whole)
-
-
-@triton.jit
-def _channel_codes(numbers, is_row, TILES: tl.constexpr):
-    """Codes of a half, int32, and words [heads, width]."""
-    least, most = numbers, numbers
-    if not TILES.is_whole:
-        least = tl.where(is_row, numbers, F16_LIMIT)
-        most = tl.where(is_row, numbers, -F16_LIMIT)
-    shape: tl.constexpr = (TILES.tile_tokens, TILES.tile_heads, TILES.width)
-    least = tl.min(tl.reshape(least, shape), 0)
-    most = tl.max(tl.reshape(most, shape), 0)
-    scale, minimum = int4_parameters(least, most)
-    inverse = of_heads(inverse_of(scale), True, TILES)
-    codes = int4_codes(numbers, inverse, of_heads(minimum.to(tl.float32), True, TILES))
-    return codes, int4_word(scale, minimum)
-
-
-@triton.jit
-def unpack_tile(cold, rows, tile, matrices, TILES: tl.constexpr):
-    """Load numbers, f32."""
+def unpack_tile(cold, rows, matrices, TILES: tl.constexpr):
+    """Load numbers, f32, in all formats but int4_channel."""
     if TILES.is_rotated:
         low, high = _load_rotated(cold, rows, matrices, TILES)
     elif TILES.kind == IS_INT4_TOKEN:
         low, high = _load_tokens(cold, rows, TILES)
-    elif TILES.kind == IS_INT4_CHANNEL:
-        low, high = _load_channels(cold, rows, tile, TILES)
     elif TILES.kind == IS_INT4_BLOCK:
         low, high = _load_block(cold, rows, TILES)
     else:
@@ -212,16 +173,6 @@ def _load_tokens(cold, rows, TILES: tl.constexpr):
         low = tl.where(in_low, low_codes * scale + minimum, low)
         high = tl.where(in_high, high_codes * scale + minimum, high)
     return low, high
-
-
-@triton.jit
-def _load_channels(cold, rows, tile, TILES: tl.constexpr):
-    low, high = _load_nibbles(cold, rows, TILES)
-    at, mask = heads_at(parameters(cold, tl.int32, TILES), tile, TILES.groups, TILES)
-    scale, minimum = word_halves(load_present(at, mask, TILES.is_whole))
-    low = low * of_heads(scale, False, TILES) + of_heads(minimum, False, TILES)
-    scale, minimum = word_halves(load_present(at + TILES.half, mask, TILES.is_whole))
-    return low, high * of_heads(scale, False, TILES) + of_heads(minimum, False, TILES)
 
 
 @triton.jit

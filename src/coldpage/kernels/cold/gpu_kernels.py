@@ -16,6 +16,11 @@ import triton
 import triton.language as tl
 
 from coldpage.kernels.cold.gpu_blobs import parameters, pointer, store_padding
+from coldpage.kernels.cold.gpu_channels import (
+    load_channel_tile,
+    load_channels,
+    pack_channels,
+)
 from coldpage.kernels.cold.gpu_codes import largest, whole_numbers
 from coldpage.kernels.cold.gpu_formats import pack_tile, store_nibbles, unpack_tile
 from coldpage.kernels.cold.gpu_rotated import load_matrices
@@ -28,7 +33,7 @@ from coldpage.kernels.cold.gpu_vectors import (
     turned_back,
 )
 
-__all__ = ["pack_block_kernel", "pack_kernel", "unpack_kernel"]
+__all__ = ["pack_block_kernel", "pack_channels_kernel", "pack_kernel", "unpack_kernel"]
 
 # What one call has and the next has not: Triton would compile once more for a number that happens
 # to be 1, or a multiple of 16. What alignment there is comes as a constant.
@@ -100,7 +105,7 @@ def pack_kernel(
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All formats but int4_block."""
+    """All formats but int4_block and int4_channel."""
     pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
     matrices = ()
     if TILES.is_rotated:
@@ -115,12 +120,56 @@ def pack_kernel(
         next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, True, TILES)
         tile = item % TILES.num_tiles
         keys = _keys(frequencies, means, buffer, ordinal, TILES)
-        IS_BY_TOKEN: tl.constexpr = TILES.kind == IS_INT4_CHANNEL
-        rows = rows_of(tile, IS_BY_TOKEN, TILES)
+        rows = rows_of(tile, TILES)
         low, high = load_halves(pointer(hot, NUMBER, TILES.hot_alignment), rows, TILES)
-        low, high = turned_back(low, high, tile, keys, IS_BY_TOKEN, TILES)
-        pack_tile(cold, low, high, rows, tile, matrices, TILES)
+        low, high = turned_back(low, high, tile, keys, TILES)
+        pack_tile(cold, low, high, rows, matrices, TILES)
+        store_padding(cold, tile, TILES)
         hot, cold, buffer, ordinal = next_hot, next_cold, next_buffer, next_ordinal
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def pack_channels_kernel(
+    pairs,
+    ordinals,
+    num_pages,
+    num_buffers,
+    cold_base,
+    cold_page_bytes,
+    buffers,
+    frequencies,
+    means,
+    matrix,
+    NUMBER: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """int4_channel: a tile is read into registers while the one before is packed. By way of shared
+    memory Triton would hand it out in the order in which codes are stored, and threads would have
+    to ask each other for the limits of a channel."""
+    pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
+    num_items = num_pages * num_buffers * TILES.num_tiles
+    step = tl.num_programs(0)
+    item = tl.program_id(0)
+    hot, cold, buffer, ordinal = _sides(item // TILES.num_tiles, pages, buffers, True, TILES)
+    keys = _keys(frequencies, means, buffer, ordinal, TILES)
+    numbers = pointer(hot, NUMBER, TILES.hot_alignment)
+    read = load_channel_tile(numbers, item % TILES.num_tiles, keys, TILES)
+    next_item = tl.minimum(item + step, num_items - 1)
+    at = next_item // TILES.num_tiles
+    next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, True, TILES)
+    for item in tl.range(tl.program_id(0), num_items, step, num_stages=1):
+        next_item = tl.minimum(item + step, num_items - 1)
+        keys = _keys(frequencies, means, next_buffer, next_ordinal, TILES)
+        numbers = pointer(next_hot, NUMBER, TILES.hot_alignment)
+        next_read = load_channel_tile(numbers, next_item % TILES.num_tiles, keys, TILES)
+        at = tl.minimum(item + 2 * step, num_items - 1) // TILES.num_tiles
+        last = _sides(at, pages, buffers, True, TILES)
+        tile = item % TILES.num_tiles
+        pack_channels(cold, read, tile, ordinal, TILES)
+        store_padding(cold, tile, TILES)
+        read, cold, ordinal = next_read, next_cold, next_ordinal
+        next_hot, next_cold, next_buffer, next_ordinal = last
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -147,18 +196,18 @@ def pack_block_kernel(
         hot = pointer(hot, NUMBER, TILES.hot_alignment)
         most = 0.0
         for tile in tl.range(0, TILES.num_tiles, num_stages=STAGES):
-            low, high = load_halves(hot, rows_of(tile, False, TILES), TILES)
-            low, high = turned_back(low, high, tile, keys, False, TILES)
+            low, high = load_halves(hot, rows_of(tile, TILES), TILES)
+            low, high = turned_back(low, high, tile, keys, TILES)
             row_most = largest(low.to(tl.float32), high.to(tl.float32))
             most = tl.maximum(most, tl.max(row_most, 0))
         scale = most * (1 / 7)
         inverse = tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0))
         for tile in tl.range(0, TILES.num_tiles, num_stages=STAGES):
-            rows = rows_of(tile, False, TILES)
+            rows = rows_of(tile, TILES)
             low, high = load_halves(hot, rows, TILES)
-            low, high = turned_back(low, high, tile, keys, False, TILES)
-            low = whole_numbers(low.to(tl.float32) * inverse, 7.0) + 8
-            high = whole_numbers(high.to(tl.float32) * inverse, 7.0) + 8
+            low, high = turned_back(low, high, tile, keys, TILES)
+            low = whole_numbers(low.to(tl.float32), inverse, 7.0, TILES.is_asm) + 8
+            high = whole_numbers(high.to(tl.float32), inverse, 7.0, TILES.is_asm) + 8
             store_nibbles(cold, low, high, rows, TILES)
         tl.store(parameters(cold, tl.float32, TILES), scale)
         store_padding(cold, 0, TILES)
@@ -195,8 +244,11 @@ def unpack_kernel(
         next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, False, TILES)
         tile = item % TILES.num_tiles
         keys = _keys(frequencies, means, buffer, ordinal, TILES)
-        rows = rows_of(tile, False, TILES)
-        low, high = unpack_tile(cold, rows, tile, matrices, TILES)
+        rows = rows_of(tile, TILES)
+        if TILES.kind == IS_INT4_CHANNEL:
+            low, high = load_channels(cold, rows, tile, keys[1], TILES)
+        else:
+            low, high = unpack_tile(cold, rows, matrices, TILES)
         low, high = turned(low, high, tile, keys, TILES)
         store_halves(pointer(hot, NUMBER, TILES.hot_alignment), low, high, rows, TILES)
         hot, cold, buffer, ordinal = next_hot, next_cold, next_buffer, next_ordinal

@@ -3,7 +3,7 @@
 A tile is some tokens of some heads of one buffer, each a row, in two halves [rows, width]: numbers
 ``i`` and ``i + head_dim / 2``, which lie in one plane of a rotary embedding and in one byte of
 4-bit codes. ``width`` is half a vector up to a power of two, as tiles must be. Rows are in the
-order of the buffer, or, to reduce over tokens within threads, in that of tokens.
+order of the buffer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ __all__ = [
     "IS_TURBO3",
     "IS_TURBO4",
     "Tiles",
+    "cos_sin",
     "heads_at",
+    "load_frequencies",
     "load_halves",
+    "load_means",
     "load_present",
     "of_heads",
     "rows_of",
@@ -93,17 +96,11 @@ def store_present(pointer, value, mask, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def rows_of(tile, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
+def rows_of(tile, TILES: tl.constexpr):
     """The vectors of a tile, counted as they lie in a buffer, and which there are: [rows]."""
     row = tl.arange(0, TILES.tile_heads * TILES.tile_tokens)
-    head = tile // TILES.token_tiles * TILES.tile_heads
-    token = tile % TILES.token_tiles * TILES.tile_tokens
-    if IS_BY_TOKEN:
-        head += row % TILES.tile_heads
-        token += row // TILES.tile_heads
-    else:
-        head += row // TILES.tile_tokens
-        token += row % TILES.tile_tokens
+    head = tile // TILES.token_tiles * TILES.tile_heads + row // TILES.tile_tokens
+    token = tile % TILES.token_tiles * TILES.tile_tokens + row % TILES.tile_tokens
     return head * TILES.tokens + token, (head < TILES.heads) & (token < TILES.tokens)
 
 
@@ -133,39 +130,45 @@ def store_halves(hot, low, high, rows, TILES: tl.constexpr):
 
 
 @triton.jit
-def turned_back(low, high, tile, keys, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
+def turned_back(low, high, tile, keys, TILES: tl.constexpr):
     """Halves of hot vectors without their positions and without means, f32; or, where they have
     neither, as they are."""
     frequencies, means, ordinal = keys
     if TILES.has_frequencies:
         low, high = low.to(tl.float32), high.to(tl.float32)
-        cos, sin = _cos_sin(frequencies, ordinal, tile, IS_BY_TOKEN, TILES)
+        cos, sin = _cos_sin_of_rows(frequencies, ordinal, tile, TILES)
         low, high = low * cos + high * sin, high * cos - low * sin
     if TILES.has_means:
-        low_mean, high_mean = _means(means, tile, IS_BY_TOKEN, TILES)
-        low, high = low.to(tl.float32) - low_mean, high.to(tl.float32) - high_mean
+        low_mean, high_mean = load_means(means, tile, TILES)
+        low = low.to(tl.float32) - of_heads(low_mean, TILES)
+        high = high.to(tl.float32) - of_heads(high_mean, TILES)
     return low, high
 
 
 @triton.jit
 def turned(low, high, tile, keys, TILES: tl.constexpr):
-    """The inverse, of f32, with rows in the order of the buffer."""
+    """The inverse, of f32, but for int4_channel, which adds means with its minima."""
     frequencies, means, ordinal = keys
-    if TILES.has_means:
-        low_mean, high_mean = _means(means, tile, False, TILES)
-        low, high = low + low_mean, high + high_mean
+    if TILES.has_means and TILES.kind != IS_INT4_CHANNEL:
+        low_mean, high_mean = load_means(means, tile, TILES)
+        low, high = low + of_heads(low_mean, TILES), high + of_heads(high_mean, TILES)
     if TILES.has_frequencies:
-        cos, sin = _cos_sin(frequencies, ordinal, tile, False, TILES)
+        cos, sin = _cos_sin_of_rows(frequencies, ordinal, tile, TILES)
         low, high = low * cos - high * sin, high * cos + low * sin
     return low, high
 
 
 @triton.jit
-def _cos_sin(frequencies, ordinal, tile, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
-    """Of the angles of all planes, f32 [rows, width]. Positions and products are cut to 32 bits: as
-    signed numbers they are half a turn at most."""
+def load_frequencies(frequencies, TILES: tl.constexpr):
+    """Of a vector's planes, int32 [width]."""
     column = tl.arange(0, TILES.width)
-    frequency = load_present(frequencies + column, column < TILES.half, TILES.is_whole)
+    return load_present(frequencies + column, column < TILES.half, TILES.is_whole)
+
+
+@triton.jit
+def cos_sin(frequency, ordinal, tile, TILES: tl.constexpr):
+    """Of the angles of all planes, f32 [tokens, width]. Positions and products are cut to 32 bits:
+    as signed numbers they are half a turn at most."""
     position = ordinal * TILES.tokens + tile % TILES.token_tiles * TILES.tile_tokens
     position = position + tl.arange(0, TILES.tile_tokens)
     angle = (position[:, None] * frequency[None, :]).to(tl.float32) * _RADIANS_PER_STEP
@@ -173,19 +176,21 @@ def _cos_sin(frequencies, ordinal, tile, IS_BY_TOKEN: tl.constexpr, TILES: tl.co
         cos, sin = libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
     else:
         cos, sin = tl.cos(angle), tl.sin(angle)
-    if IS_BY_TOKEN:
-        cos, sin = cos[:, None, :], sin[:, None, :]
-    else:
-        cos, sin = cos[None, :, :], sin[None, :, :]
-    return _as_rows(cos, IS_BY_TOKEN, TILES), _as_rows(sin, IS_BY_TOKEN, TILES)
+    return cos, sin
 
 
 @triton.jit
-def _means(means, tile, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
+def _cos_sin_of_rows(frequencies, ordinal, tile, TILES: tl.constexpr):
+    cos, sin = cos_sin(load_frequencies(frequencies, TILES), ordinal, tile, TILES)
+    return _as_rows(cos[None, :, :], TILES), _as_rows(sin[None, :, :], TILES)
+
+
+@triton.jit
+def load_means(means, tile, TILES: tl.constexpr):
+    """Of both halves of a tile's heads: [heads, width]."""
     at, mask = heads_at(means, tile, 1, TILES)
     low = load_present(at, mask, TILES.is_whole)
-    high = load_present(at + TILES.half, mask, TILES.is_whole)
-    return of_heads(low, IS_BY_TOKEN, TILES), of_heads(high, IS_BY_TOKEN, TILES)
+    return low, load_present(at + TILES.half, mask, TILES.is_whole)
 
 
 @triton.jit
@@ -200,19 +205,13 @@ def heads_at(base, tile, GROUPS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def of_heads(numbers, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
+def of_heads(numbers, TILES: tl.constexpr):
     """What is of heads [heads, width] for each row: [rows, width]."""
-    every = numbers[None, :, :] if IS_BY_TOKEN else numbers[:, None, :]
-    return _as_rows(every, IS_BY_TOKEN, TILES)
+    return _as_rows(numbers[:, None, :], TILES)
 
 
 @triton.jit
-def _as_rows(numbers, IS_BY_TOKEN: tl.constexpr, TILES: tl.constexpr):
-    if IS_BY_TOKEN:
-        FIRST: tl.constexpr = TILES.tile_tokens
-        SECOND: tl.constexpr = TILES.tile_heads
-    else:
-        FIRST: tl.constexpr = TILES.tile_heads
-        SECOND: tl.constexpr = TILES.tile_tokens
-    every = tl.broadcast_to(numbers, [FIRST, SECOND, TILES.width])
-    return tl.reshape(every, [FIRST * SECOND, TILES.width])
+def _as_rows(numbers, TILES: tl.constexpr):
+    shape: tl.constexpr = (TILES.tile_heads, TILES.tile_tokens, TILES.width)
+    rows: tl.constexpr = TILES.tile_heads * TILES.tile_tokens
+    return tl.reshape(tl.broadcast_to(numbers, shape), [rows, TILES.width])
