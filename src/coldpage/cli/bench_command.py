@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console
 
 from coldpage.cli.device_flag import device_flag
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.machine import default_disk_directory, expand_user, prepare_directory
 from coldpage.cli.sizes import AbsoluteSize, parse_size
+from coldpage.cli.table_console import table_console
 from coldpage.engine.settings import CACHE_TYPES
 from coldpage.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from coldpage.bench.rows import Row
     from coldpage.device.base import Device
 
 __all__ = ["attention", "bench", "codecs", "decode", "disk", "manager", "migrate", "resume"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-# Wide enough for the tables where the output is a file.
-_TABLE_COLUMNS = 150
 
 
 @click.group()
@@ -76,11 +76,6 @@ def _sizes(text: str, flag: str, separator: str = ",") -> tuple[int, ...]:
     return tuple(_bytes_of(part, flag) for part in text.split(separator))
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_TABLE_COLUMNS)
-
-
 def _measure(
     device_name: str,
     json_path: Path | None,
@@ -94,7 +89,7 @@ def _measure(
     if json_path is not None:
         _check_writable(json_path)
     with contextlib.closing(open_device(device_name)) as device:
-        rows = run(device, _console())
+        rows = run(device, table_console())
         if json_path is not None:
             append_rows(json_path, benchmark, rows, device.name)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from coldpage.cli.failure import failures_as_sentences
+from coldpage.cli.table_console import table_console
 from coldpage.errors import ConfigurationError
 
 __all__ = ["quality"]
-
-# Wide enough for the table where the output is a file.
-_TABLE_COLUMNS = 200
 
 
 def _token_counts(
@@ -148,5 +145,4 @@ def quality(
             json_path=json_path,
             document=document,
         )
-        console = Console()
-        run_quality(options, console if console.is_terminal else Console(width=_TABLE_COLUMNS))
+        run_quality(options, table_console())
