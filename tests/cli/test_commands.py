@@ -170,6 +170,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
         cache_type_v="turbo4",
         host_codec="turbo3",
         disk_codec="int8,0=concat",
+        num_recent_blocks=4,
         max_batch=3,
         max_waiting=5000,
         pool_ratio="0.7, 0.3",
@@ -187,6 +188,7 @@ def test_flags_become_the_engines_settings(tmp_path: Path) -> None:
     assert (settings.tokens_per_block, settings.dtype) == (32, "float32")
     assert (settings.cache_type_k, settings.cache_type_v) == ("q8_0", "turbo4")
     assert (settings.host_codec, settings.disk_codec) == ("turbo3", "int8,0=concat")
+    assert settings.num_recent_blocks == 4
     assert (settings.max_batch, settings.max_waiting) == (3, 5000)
     assert settings.pool_ratio == (0.7, 0.3)
     assert (settings.instance_id, settings.shutdown_budget_s) == ("mine", 3.0)
@@ -202,6 +204,7 @@ def test_without_flags_the_bundled_model_gets_all_tiers(
     settings = settings_of(ServeFlags())
     assert settings.model is None
     assert (settings.host_codec, settings.disk_codec) == ("concat", None)
+    assert settings.num_recent_blocks == 0
     assert min(settings.hot_bytes, settings.host_bytes, settings.disk_bytes) > 0
     assert settings.disk_path == str(tmp_path / "coldpage" / "disk")
     assert settings.save_path == str(tmp_path / "coldpage" / "saved")
@@ -289,7 +292,7 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
         runner.invoke(coldpage, ["demo", "--device", "cpu", "--dtype", "float32", *flags]).exit_code
         == 3
     )
-    codecs = ["--host-codec", "int8", "--disk-codec", "turbo4"]
+    codecs = ["--host-codec", "int8", "--disk-codec", "turbo4", "--recent-blocks", "3"]
     assert (
         runner.invoke(coldpage, ["verify", "--inject", "flip", *made, *codecs, *flags]).exit_code
         == 3
@@ -307,6 +310,7 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
             device="cuda:1",
             host_codec="int8",
             disk_codec="turbo4",
+            num_recent_blocks=3,
             injection=Injection.FLIP,
             **common,
         ),

@@ -76,14 +76,20 @@ def test_without_codecs_the_manager_has_its_own(model: LoadedModel, tmp_path: Pa
         assert [level.codec for level in manager.stats().levels[1:]] == ["concat v1", "concat v1"]
 
 
-def manager_of(model: LoadedModel, codecs: ColdCodecs, path: Path, block: int = BLOCK) -> Any:
+def manager_of(
+    model: LoadedModel,
+    codecs: ColdCodecs,
+    path: Path,
+    block: int = BLOCK,
+    num_recent_blocks: int = 0,
+) -> Any:
     room = 100 * block_bytes(model, block)
     tiers = (
         DeviceTierConfig(room),
         HostTierConfig(room, codecs.host),
         DiskTierConfig(str(path / "disk"), 4 * room, codecs.disk),
     )
-    return build_manager(model, tiers, block)
+    return build_manager(model, tiers, block, num_recent_blocks=num_recent_blocks)
 
 
 def test_the_disk_is_as_the_host(model: LoadedModel) -> None:
@@ -117,6 +123,32 @@ def test_what_loses_something_keeps_first_blocks_apart(model: LoadedModel, tmp_p
         # One first block for each 64 blocks, or 1,024 tokens.
         assert body.total_slots == pytest.approx(63 * sink.total_slots, rel=0.2)
     assert codecs.fractions() == (34 / 128, 66 / 128)
+
+
+def test_recent_blocks_are_kept_whole_and_have_their_share(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    codecs = made(model, "turbo4")
+    with manager_of(model, codecs, tmp_path, num_recent_blocks=4) as manager:
+        layout = manager.layout
+        assert layout.page_classes == (PageClass.SINK, PageClass.BODY, PageClass.RECENT)
+        assert codecs.host is not None
+        for life_cycle in layout.life_cycles:
+            number = life_cycle.life_cycle_id
+            cold_bytes = codecs.host.query_cold_page_bytes(number)
+            is_body = life_cycle.page_class is PageClass.BODY
+            assert (cold_bytes < layout.page_bytes(number)) == is_body
+        whole, body = sorted(
+            manager.stats().levels[1].pool_groups, key=lambda group: group.total_slots
+        )
+        # Of 64 blocks one is the first, four are recent and one is not full.
+        assert body.total_slots / whole.total_slots == pytest.approx(58 / 6, rel=0.1)
+
+
+def test_where_nothing_is_lost_no_blocks_are_apart(model: LoadedModel, tmp_path: Path) -> None:
+    with manager_of(model, made(model, "concat"), tmp_path, num_recent_blocks=4) as manager:
+        assert manager.layout.page_classes == (PageClass.BODY,)
+        assert manager.provenance == b"exact"
 
 
 def test_the_disk_tells_codecs_apart(model: LoadedModel, tmp_path: Path) -> None:
@@ -193,6 +225,9 @@ def test_what_it_says_at_start(model: LoadedModel) -> None:
     host, disk = "host turbo4 (0.266 of a hot page)", "disk concat (1.000 of a hot page)"
     assert codecs.describe() == f"{host}, {disk}, {told}"
     assert codecs.describe(has_disk=False) == f"{host}, {told}"
+    recent = "the newest 4 full blocks and the last one whole"
+    assert codecs.describe(num_recent_blocks=4) == f"{host}, {disk}, {recent}, {told}"
+    assert made(model).describe(num_recent_blocks=4) == ""
 
 
 @pytest.mark.parametrize(

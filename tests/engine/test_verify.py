@@ -18,11 +18,12 @@ from rich.console import Console
 from coldpage.codecs import create_codec
 from coldpage.engine import replay, runner
 from coldpage.engine import verify as verification
+from coldpage.engine.codec_replay import CodecReplay
 from coldpage.engine.cold_codecs import ColdCodecs
 from coldpage.engine.demo import run_demo
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.random_model import SMALL, random_model, write_random_model
-from coldpage.engine.recording import Recorder
+from coldpage.engine.recording import RecordedRestore, Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
 from coldpage.migration.disk_reads import DiskReads
@@ -129,6 +130,32 @@ def test_pages_that_codecs_packed_are_what_they_make_of_the_replays(
     assert "generate: not compared" in output
     paths = {"hot-host", "host-hot", "host-disk", "disk-hot", "hot-disk"}
     assert paths <= {path for path, count in moves(output).items() if count > 0}
+
+
+def test_recent_blocks_come_back_as_they_were(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of conversations that were kept, and of those that were closed and found by their beginning.
+    What was packed is what the codec makes of it.
+    """
+    from_the_end: list[int] = []  # of each page that came back packed: which block it is
+    compare = CodecReplay.compare_pages
+
+    def note(self: CodecReplay, restore: RecordedRestore, kv_cache: KVCache) -> None:
+        num_full = restore.history_length // 16
+        from_the_end.extend(num_full - block for _, block in self.differing(restore, kv_cache))
+        compare(self, restore, kv_cache)
+
+    monkeypatch.setattr(CodecReplay, "compare_pages", note)
+    for num_blocks, newest_packed in ((0, 0), (4, 5)):
+        from_the_end.clear()
+        status, output = verify(model_path, host_codec="int4-block", num_recent_blocks=num_blocks)
+        assert status == 0, output
+        assert "\n0 differences" in output
+        assert counts(output)["packed"] > 50
+        assert min(from_the_end) == newest_packed
+        text = " ".join(output.split())
+        assert ("the newest 4 full blocks and the last one whole" in text) == bool(num_blocks)
 
 
 def test_what_codecs_cost_is_measured(model_path: str) -> None:

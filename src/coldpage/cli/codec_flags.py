@@ -1,4 +1,4 @@
-"""``--host-codec`` and ``--disk-codec``: how pages lie in the cold tiers."""
+"""``--host-codec``, ``--disk-codec`` and ``--recent-blocks``: how pages lie in the cold tiers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class _HostCodec(click.Option):
 
 
 def codec_flags(command: _Command) -> _Command:
-    """Adds both to a command, which gets them as ``host_codec`` and ``disk_codec``."""
+    """Adds them to a command, which gets them as ``host_codec``, ``disk_codec`` and
+    ``num_recent_blocks``.
+    """
     host = click.option(
         "--host-codec",
         cls=_HostCodec,
@@ -54,4 +56,15 @@ def codec_flags(command: _Command) -> _Command:
         help="The same on disk, such as --host-codec concat --disk-codec turbo4. [default: as "
         "--host-codec, so that pages are copied from one to the other]",
     )
-    return host(disk(command))
+    recent = click.option(
+        "--recent-blocks",
+        "num_recent_blocks",
+        metavar="BLOCKS",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="How many of a conversation's newest full blocks, and with them the one that is not "
+        "full, codecs leave as they are, until it has grown past them. They take the room of hot "
+        "ones, and change answers after a restore less.",
+    )
+    return host(disk(recent(command)))

@@ -53,6 +53,7 @@ class ServeFlags:
     cache_type_v: str = "auto"
     host_codec: str = "concat"
     disk_codec: str | None = None
+    num_recent_blocks: int = 0
     bind: str = "127.0.0.1"
     port: int = 8080
     max_batch: int = 8
@@ -131,6 +132,7 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
         cache_type_v=flags.cache_type_v,
         host_codec=flags.host_codec,
         disk_codec=flags.disk_codec,
+        num_recent_blocks=flags.num_recent_blocks,
         tokens_per_block=flags.block_tokens,
         max_batch=flags.max_batch,
         max_waiting=flags.max_waiting,

@@ -35,7 +35,8 @@ __all__ = [
 MAX_LOCKED_FRACTION: Final = 0.97
 # A conversation whose first block has no room is lost as a whole, and a first block too many takes
 # the room of some packed ones. Divided for conversations of this length, those of 1,500 tokens lose
-# 2 % of the room, and those of 4,096 lose 4 %; of shorter ones, fewer fit than would.
+# 2 % of the room, and those of 4,096 lose 4 %; of shorter ones, fewer fit than would. Recent blocks
+# share the room of first ones.
 _SINK_SHARE_TOKENS: Final = 1024
 _MIN_SINK_SHARE_BLOCKS: Final = 16
 
@@ -76,21 +77,27 @@ def build_manager(
     pool_ratio: tuple[float, ...] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     keeps_sinks_apart: bool = False,
+    num_recent_blocks: int = 0,
 ) -> KVCacheManager:
     """A manager for the model's pages. ``device`` is the model's own, as ``page_device`` opens it;
     None is host memory. ``on_progress`` is told how many slots of a disk tier that
     was not closed cleanly have been looked at, and of how many. First blocks are a class of their
-    own, which codecs keep whole, where a tier's codec loses something, or ``keeps_sinks_apart``.
-    Raises ConfigurationError or StorageError.
+    own, which codecs keep whole, where a tier's codec loses something, or ``keeps_sinks_apart``;
+    so are the newest ``num_recent_blocks`` of each sequence where a codec loses something. Raises
+    ConfigurationError or StorageError.
     """
     _require_supported(model, tokens_per_block)
     layers = manager_layers(model, tokens_per_block)
     codecs = [tier.codec for tier in tiers if tier.codec is not None]
     typical_step: BatchDesc | None = None
-    if keeps_sinks_apart or any(not codec.is_lossless for codec in codecs):
+    if all(codec.is_lossless for codec in codecs):
+        num_recent_blocks = 0  # all blocks come back whole
+    else:
         keeps_sinks_apart = True
+    if keeps_sinks_apart:
         pool_ratio = pool_ratio or _usual_ratio(layers, tokens_per_block)
-        num_tokens = max(_SINK_SHARE_TOKENS, _MIN_SINK_SHARE_BLOCKS * tokens_per_block)
+        num_blocks = _MIN_SINK_SHARE_BLOCKS + num_recent_blocks
+        num_tokens = max(_SINK_SHARE_TOKENS, num_blocks * tokens_per_block)
         typical_step = BatchDesc((KVCacheDesc(num_tokens, num_tokens),))
     return KVCacheManager(
         KVCacheManagerConfig(
@@ -102,6 +109,7 @@ def build_manager(
             initial_pool_ratio=pool_ratio,
             typical_step=typical_step,
             separate_sink_pages=keeps_sinks_apart,
+            num_recent_blocks=num_recent_blocks,
         ),
         device=device,
         on_progress=on_progress,

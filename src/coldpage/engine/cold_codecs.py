@@ -112,7 +112,9 @@ class ColdCodecs:
         host, disk = (found.get(id(codec), 1.0) for codec in (fresh.host, fresh.disk))
         return host, disk
 
-    def describe(self, *, has_host: bool = True, has_disk: bool = True) -> str:
+    def describe(
+        self, *, has_host: bool = True, has_disk: bool = True, num_recent_blocks: int = 0
+    ) -> str:
         """How the cold tiers that there are hold pages, for people; empty where nothing is
         packed."""
         if not self.distinct:
@@ -123,6 +125,8 @@ class ColdCodecs:
             for (tier, spec, fraction), is_there in zip(tiers, (has_host, has_disk), strict=True)
             if is_there
         ]
+        if num_recent_blocks and self.is_lossy:
+            parts.append(f"the newest {num_recent_blocks} full blocks and the last one whole")
         known = self.calibration
         if known is not None:
             parts.append(f"keys less their means over {known.num_tokens:,} tokens ({known.name})")

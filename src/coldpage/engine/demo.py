@@ -82,7 +82,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             levels = manager.stats().levels
     sizes = ", ".join(f"{level.name} {level.capacity_tokens:,} tokens" for level in levels)
     console.print(f"{model.name}, {model.form} on {device}; tiers: {sizes}")
-    if described := codecs.describe():
+    if described := codecs.describe(num_recent_blocks=options.num_recent_blocks):
         console.print(f"cold pages: {described}")
     console.print(_table(rows, options.num_conversations))
     _summarize(console, rows, moved)
@@ -108,7 +108,11 @@ def _managers(
         )
         device = stack.enter_context(page_device(model.model.device))
         block = options.tokens_per_block
-        manager = stack.enter_context(build_manager(model, tiers, block, device=device))
+        manager = stack.enter_context(
+            build_manager(
+                model, tiers, block, device=device, num_recent_blocks=options.num_recent_blocks
+            )
+        )
         plain = stack.enter_context(
             build_manager(model, [DeviceTierConfig(2 * one)], block, device=device)
         )

@@ -57,7 +57,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     ``model`` None is the bundled model; ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``;
     ``dtype`` is ``auto``, ``bfloat16`` or ``float32``; the cache types are how keys and values are
     kept hot (``engine.settings.CACHE_TYPES``); the codecs of the cold tiers are what
-    ``create_codec`` takes, ``disk_codec`` None: as the host tier; on a GPU the hot tier gets
+    ``create_codec`` takes, ``disk_codec`` None: as the host tier; those that lose something leave
+    ``num_recent_blocks`` whole at the end of a sequence; on a GPU the hot tier gets
     ``gpu_hot_fraction`` of what is free there once the weights are loaded, None: ``hot_bytes`` too;
     ``max_batch`` bounds the sequences that decode together, ``max_waiting`` the requests that queue
     beyond a full batch. ``disk_path`` is an existing, writable directory whenever ``disk_bytes`` is
@@ -80,6 +81,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     cache_type_v: str = "auto"
     host_codec: str = "concat"
     disk_codec: str | None = None
+    num_recent_blocks: int = 0
     tokens_per_block: int = 16
     max_batch: int = 8
     max_waiting: int = 64

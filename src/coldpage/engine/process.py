@@ -180,8 +180,13 @@ def _build(
         device=stack.enter_context(page_device(device)),
         pool_ratio=settings.pool_ratio,
         on_progress=_SlotProgress(progress),
+        num_recent_blocks=settings.num_recent_blocks,
     )
-    described = codecs.describe(has_host=settings.host_bytes > 0, has_disk=settings.disk_bytes > 0)
+    described = codecs.describe(
+        has_host=settings.host_bytes > 0,
+        has_disk=settings.disk_bytes > 0,
+        num_recent_blocks=settings.num_recent_blocks,
+    )
     return model, stack.enter_context(manager), described
 
 

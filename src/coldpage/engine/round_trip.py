@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coldpage.codecs import ColdPageCodec, ConfiguredCodec, take_codec
+from coldpage.codecs import ColdPageCodec, configure_taken
 from coldpage.device.base import MemoryKind
 from coldpage.migration import CodecCalls
 from coldpage.types import BlockOrdinal, Int32Array, LayerGroupId, LifeCycleId
@@ -28,16 +28,11 @@ class RoundTrip:
 
     def __init__(self, manager: KVCacheManager, codec: ColdPageCodec) -> None:
         self._layout = manager.layout
-        self._codec = take_codec(codec)
-        try:
-            self._configured = ConfiguredCodec(self._codec, manager.hot_pool_groups())
-        except BaseException:
-            self._codec.close()
-            raise
+        self._configured = configure_taken(codec, manager.hot_pool_groups())
         self._calls = CodecCalls(manager.device, [self._configured])
         self._stream = manager.device.create_stream("round trip")
         self._device = manager.device
-        self._codec.prepare(self._stream)
+        self._configured.codec.prepare(self._stream)
 
     def run(self, kv_cache: KVCache, places: Iterable[tuple[LayerGroupId, BlockOrdinal]]) -> None:
         """Encodes and decodes the cache's pages in these places. They are hot, and nothing else
@@ -67,4 +62,4 @@ class RoundTrip:
         """Close the codec. The manager is still open."""
         self._stream.synchronize()
         self._calls.close()
-        self._codec.close()
+        self._configured.codec.close()

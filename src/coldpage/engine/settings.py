@@ -26,8 +26,9 @@ class DemoOptions:
     """``coldpage demo``: conversations that take turns on a hot level which holds a few of them.
 
     ``model`` None is the bundled model. The cache types are CACHE_TYPES, the codecs what
-    ``create_codec`` takes; ``disk_codec`` None is as the host tier. ``disk_directory`` None is a
-    temporary directory, removed afterwards.
+    ``create_codec`` takes; ``disk_codec`` None is as the host tier. ``num_recent_blocks`` stay
+    whole at the end of a conversation. ``disk_directory`` None is a temporary directory, removed
+    afterwards.
     """
 
     model: str | None = None
@@ -37,6 +38,7 @@ class DemoOptions:
     cache_type_v: str = "auto"
     host_codec: str = "concat"
     disk_codec: str | None = None
+    num_recent_blocks: int = 0
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2
@@ -53,7 +55,8 @@ class VerifyOptions:
     ``model`` None is the bundled model; ``has_random_model``: a small one made for the run instead.
     The cache types are CACHE_TYPES, the codecs what ``create_codec`` takes, ``disk_codec`` None as
     the host tier; where those lose something ``generate`` says something else, so it is no
-    witness. ``disk_directory`` None is a temporary directory, removed afterwards.
+    witness, and ``num_recent_blocks`` stay whole at the end of a conversation. ``disk_directory``
+    None is a temporary directory, removed afterwards.
     """
 
     model: str | None = None
@@ -63,6 +66,7 @@ class VerifyOptions:
     cache_type_v: str = "auto"
     host_codec: str = "concat"
     disk_codec: str | None = None
+    num_recent_blocks: int = 0
     tokens_per_block: int = 16
     num_conversations: int = 8
     num_hot_conversations: int = 2

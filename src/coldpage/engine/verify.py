@@ -77,9 +77,11 @@ def _sizes(options: VerifyOptions, bytes_per_block: int, codecs: ColdCodecs) -> 
     is_full = options.injection is Injection.FULL
     disk = per_conversation // 4 if is_full else 2 * options.num_conversations * per_conversation
     num_host = _NUM_HOST_CONVERSATIONS // 2 if is_full else _NUM_HOST_CONVERSATIONS
-    # First blocks are kept whole.
+    # First blocks are kept whole, and recent ones with the one behind them.
+    num_recent = options.num_recent_blocks
+    num_whole = min(blocks, 1 + (num_recent + 1 if num_recent else 0))
     fraction, _ = codecs.fractions()
-    host_part = fraction + (1 - fraction) / blocks
+    host_part = fraction + (1 - fraction) * num_whole / blocks
     return _Sizes(
         hot=int(options.num_hot_conversations * per_conversation / MAX_LOCKED_FRACTION)
         + bytes_per_block,
@@ -171,7 +173,13 @@ def _run_under_pressure(
     task = progress.add_task("run under pressure", total=total)
     with (
         page_device(model.model.device) as device,
-        build_manager(model, tiers, options.tokens_per_block, device=device) as manager,
+        build_manager(
+            model,
+            tiers,
+            options.tokens_per_block,
+            device=device,
+            num_recent_blocks=options.num_recent_blocks,
+        ) as manager,
     ):
         recorder = Recorder(PageHasher(model, manager), keeps_partial=codecs.is_lossy)
         runner = ModelRunner(model, manager)
@@ -188,7 +196,8 @@ def _run_under_pressure(
         scheduler.close()
         manager.check_integrity()
     num_recomputed = scheduler.counters["recomputed_blocks"]
-    return PressureRun(recorder, conversations, stats, num_recomputed, codecs.describe())
+    described = codecs.describe(num_recent_blocks=options.num_recent_blocks)
+    return PressureRun(recorder, conversations, stats, num_recomputed, described)
 
 
 def _flip_one_bit(recorder: Recorder, conversations: list[Conversation]) -> None:
