@@ -13,6 +13,7 @@ from coldpage.codecs import (
     LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
+    configure_taken,
     create_default_cold_page_codec,
     take_codec,
 )
@@ -310,6 +311,21 @@ def test_a_codec_is_taken_once() -> None:
     )
     assert isinstance(raised.value, UsageError)
     assert codec.calls == []
+
+
+def test_a_codec_that_refuses_is_consumed_and_closed() -> None:
+    codec = AnsweringCodec(**_sizes({2: 0}))
+    with pytest.raises(CodecError):
+        configure_taken(codec, _GROUPS)
+    assert codec.is_consumed
+    assert codec.num_closed == 1
+    codec = AnsweringCodec()
+    assert configure_taken(codec, _GROUPS).codec is codec
+    assert codec.is_consumed
+    assert codec.num_closed == 0
+    with pytest.raises(CodecConsumedError):
+        configure_taken(codec, _GROUPS)
+    assert codec.num_closed == 0, "another has it"
 
 
 def test_without_a_codec_there_is_a_default_one() -> None:

@@ -13,12 +13,11 @@ from coldpage.bench.arena import Arena, Direction
 from coldpage.codecs import (
     BufferDesc,
     ColdPageCodec,
-    ConfiguredCodec,
     LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
+    configure_taken,
     create_default_cold_page_codec,
-    take_codec,
 )
 from coldpage.device.base import Device, Event, Stream
 from coldpage.errors import DeviceError
@@ -79,7 +78,7 @@ class PageMoves:
         self.num_pages = arena.num_bytes // page_bytes
         self.num_bytes = self.num_pages * page_bytes
         description = self._describe(segments, buffers)
-        self._codec = ConfiguredCodec(take_codec(codec), [description])
+        self._codec = configure_taken(codec, [description])
         self._codec.codec.prepare(arena.onboard_stream)
         self.num_cold_bytes = self.num_pages * self._codec.cold_page_bytes[_LIFE_CYCLE]
         is_kernel = self._codec.locations[_LIFE_CYCLE] is PageIndexLocation.DEVICE

@@ -14,7 +14,12 @@ from coldpage.codecs.base import (
     PoolGroupDesc,
 )
 from coldpage.codecs.concat import create_default_cold_page_codec
-from coldpage.codecs.configured import ConfiguredCodec, codec_identity, take_codec
+from coldpage.codecs.configured import (
+    ConfiguredCodec,
+    codec_identity,
+    configure_taken,
+    take_codec,
+)
 from coldpage.codecs.model_pages import LayerVectors, ModelPages
 from coldpage.codecs.packed import PackedCodec
 from coldpage.codecs.registry import codec_names, create_codec
@@ -38,6 +43,7 @@ __all__ = [
     "PoolGroupDesc",
     "codec_identity",
     "codec_names",
+    "configure_taken",
     "create_codec",
     "create_default_cold_page_codec",
     "take_codec",

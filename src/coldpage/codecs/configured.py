@@ -14,7 +14,7 @@ from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
 
-__all__ = ["ConfiguredCodec", "codec_identity", "take_codec"]
+__all__ = ["ConfiguredCodec", "codec_identity", "configure_taken", "take_codec"]
 
 
 def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
@@ -209,6 +209,20 @@ class ConfiguredCodec:
                 f"{batches}, whose page indices it wants in {places[0].value} and not in "
                 f"{places[1].value} memory: batch only life cycles with one index location"
             )
+
+
+def configure_taken(codec: ColdPageCodec, pool_groups: Sequence[PoolGroupDesc]) -> ConfiguredCodec:
+    """Consume ``codec`` for ``pool_groups``. Whoever closes the result's ``codec`` owns it.
+
+    Raises as ``take_codec`` does; and CodecError where the codec refuses the pool groups, when it
+    is closed.
+    """
+    taken = take_codec(codec)
+    try:
+        return ConfiguredCodec(taken, pool_groups)
+    except BaseException:
+        taken.close()
+        raise
 
 
 def _hot_groups(pool_groups: Sequence[PoolGroupDesc]) -> list[PoolGroupIndex]:

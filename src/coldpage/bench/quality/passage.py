@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coldpage.bench.quality.hot_store import HotStore
-from coldpage.codecs import ColdPageCodec, ConfiguredCodec, take_codec
+from coldpage.codecs import ColdPageCodec, configure_taken
 from coldpage.device.base import Memory, MemoryKind
 from coldpage.migration.codec_calls import CodecCalls
 from coldpage.types import BlockOrdinal, HalfOpenRange, Int32Array, LifeCycleId, PageClass
@@ -41,22 +41,17 @@ class Passage:
     def __init__(self, store: HotStore, codec: ColdPageCodec, *, separates_sinks: bool) -> None:
         self.store = store
         self._layout = store.layout(separates_sinks=separates_sinks)
-        self._codec = take_codec(codec)
-        try:
-            self.configured = ConfiguredCodec(self._codec, store.describe(self._layout))
-        except BaseException:
-            self._codec.close()
-            raise
+        self.configured = configure_taken(codec, store.describe(self._layout))
         self._calls = CodecCalls(store.device, [self.configured])
         self._stream = store.device.create_stream("quality")
         self._cold: dict[LifeCycleId, Memory] = {}
-        self._codec.prepare(self._stream)
+        self.configured.codec.prepare(self._stream)
         self._stream.synchronize()
 
     @property
     def is_lossless(self) -> bool:
         """As the codec says."""
-        return self._codec.is_lossless
+        return self.configured.codec.is_lossless
 
     def run(self, num_blocks: int, blocks: HalfOpenRange) -> None:
         """Those of ``blocks`` that a context of ``num_blocks`` keeps go out and come back. Blocks
@@ -113,7 +108,7 @@ class Passage:
         """Close the codec and free the cold pages."""
         self._stream.synchronize()
         self._calls.close()
-        self._codec.close()
+        self.configured.codec.close()
         for memory in self._cold.values():
             memory.free()
 
