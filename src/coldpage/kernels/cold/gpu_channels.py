@@ -17,6 +17,8 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_parameters,
     int4_word,
     inverse_of,
+    nibble_numbers,
+    nibble_offset,
     word_halves,
 )
 from coldpage.kernels.cold.gpu_vectors import (
@@ -109,11 +111,13 @@ def load_channels(cold, rows, tile, means, TILES: tl.constexpr):
     if TILES.has_means:
         low_mean, high_mean = load_means(means, tile, TILES)
     at, mask = heads_at(parameters(cold, tl.int32, TILES), tile, TILES.groups, TILES)
-    low = _channel_numbers(packed & 15, at, mask, low_mean, TILES)
-    return low, _channel_numbers(packed >> 4, at + TILES.half, mask, high_mean, TILES)
+    low, high = nibble_numbers(packed, TILES.is_asm)
+    low = _channel_numbers(low, at, mask, low_mean, TILES)
+    return low, _channel_numbers(high, at + TILES.half, mask, high_mean, TILES)
 
 
 @triton.jit
 def _channel_numbers(codes, at, mask, mean, TILES: tl.constexpr):
     scale, minimum = word_halves(load_present(at, mask, TILES.is_whole))
-    return codes.to(tl.float32) * of_heads(scale, TILES) + of_heads(minimum + mean, TILES)
+    start = minimum + mean - nibble_offset(TILES.is_asm) * scale
+    return codes * of_heads(scale, TILES) + of_heads(start, TILES)

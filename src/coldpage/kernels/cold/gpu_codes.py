@@ -20,6 +20,8 @@ __all__ = [
     "int4_word",
     "inverse_of",
     "largest",
+    "nibble_numbers",
+    "nibble_offset",
     "scaled_codes",
     "scaled_numbers",
     "whole_numbers",
@@ -33,6 +35,7 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 # Added to a number below 2^22 this leaves no bits below one, and rounds half to even: the low bits
 # of the sum are those of the whole number.
 _WHOLE = tl.constexpr(1.5 * 2.0**23)
+_BYTE_OFFSET = tl.constexpr(2.0**15 + 128.0)
 # Exponents of e4m3 count from -7, those of f32 from -127.
 _FP8_DOWN = tl.constexpr(2.0**-120)
 _FP8_UP = tl.constexpr(2.0**120)
@@ -72,10 +75,69 @@ def scaled_codes(low, high, TILES: tl.constexpr):
 def scaled_numbers(codes, scale, TILES: tl.constexpr):
     """The same backwards: codes uint8 and scale f32 [rows, 1] to f32."""
     if TILES.kind == IS_FP8:
-        numbers = _fp8_numbers(codes, TILES.is_asm)
+        numbers = _fp8_numbers(codes, TILES.is_asm) * scale
+    elif TILES.is_asm:
+        numbers = _offset_bytes(codes) * scale - _BYTE_OFFSET * scale  # which is no rounded number
     else:
-        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
-    return numbers * scale
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    return numbers
+
+
+@triton.jit
+def _offset_bytes(codes):
+    """int8 with _BYTE_OFFSET added, f32: as its middle bits a byte that is not signed is 2^15 more.
+    To convert a whole number takes as long as eight such instructions."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 w;
+        xor.b32 w, $4, 0x80808080;
+        prmt.b32 $0, w, 0x47000000, 0x7404;
+        prmt.b32 $1, w, 0x47000000, 0x7414;
+        prmt.b32 $2, w, 0x47000000, 0x7424;
+        prmt.b32 $3, w, 0x47000000, 0x7434;
+        }""",
+        "=r,=r,=r,=r,r",
+        [codes],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def nibble_numbers(packed, IS_ASM: tl.constexpr):
+    """The low and the high halves of bytes, f32, with ``nibble_offset`` added: as higher bits of a
+    mantissa they are 2^7 more."""
+    if IS_ASM:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 l, h;
+            and.b32 l, $8, 0x0F0F0F0F;
+            shr.u32 h, $8, 4;
+            and.b32 h, h, 0x0F0F0F0F;
+            prmt.b32 $0, l, 0x43000000, 0x7044;
+            prmt.b32 $1, l, 0x43000000, 0x7144;
+            prmt.b32 $2, l, 0x43000000, 0x7244;
+            prmt.b32 $3, l, 0x43000000, 0x7344;
+            prmt.b32 $4, h, 0x43000000, 0x7044;
+            prmt.b32 $5, h, 0x43000000, 0x7144;
+            prmt.b32 $6, h, 0x43000000, 0x7244;
+            prmt.b32 $7, h, 0x43000000, 0x7344;
+            }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def nibble_offset(IS_ASM: tl.constexpr):
+    return 128.0 if IS_ASM else 0.0
 
 
 @triton.jit
@@ -112,8 +174,8 @@ def _fp8_numbers(codes, IS_ASM: tl.constexpr):
     if _has_fp8(IS_ASM):
         result = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        codes = codes.to(tl.int32)
-        bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+        code = codes.to(tl.int32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         result = bits.to(tl.float32, bitcast=True) * _FP8_UP
     return result
 

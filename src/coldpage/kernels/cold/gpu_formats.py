@@ -23,6 +23,8 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_parameters,
     int4_word,
     inverse_of,
+    nibble_numbers,
+    nibble_offset,
     scaled_codes,
     scaled_numbers,
     word_halves,
@@ -154,9 +156,9 @@ def _load_rotated(cold, rows, matrices, TILES: tl.constexpr):
 
 @triton.jit
 def _load_nibbles(cold, rows, TILES: tl.constexpr):
-    """Codes of both halves as f32."""
+    """Codes of both halves, as ``nibble_numbers`` gives them."""
     packed = load_codes(cold, rows, TILES.width, TILES.half, TILES.half, TILES)
-    return (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    return nibble_numbers(packed, TILES.is_asm)
 
 
 @triton.jit
@@ -169,9 +171,9 @@ def _load_tokens(cold, rows, TILES: tl.constexpr):
     for group in tl.static_range(GROUPS):
         in_low, in_high = _group_columns(group, TILES)
         scale, minimum = word_halves(words[group])
-        scale, minimum = scale[:, None], minimum[:, None]
-        low = tl.where(in_low, low_codes * scale + minimum, low)
-        high = tl.where(in_high, high_codes * scale + minimum, high)
+        scale, start = scale[:, None], (minimum - nibble_offset(TILES.is_asm) * scale)[:, None]
+        low = tl.where(in_low, low_codes * scale + start, low)
+        high = tl.where(in_high, high_codes * scale + start, high)
     return low, high
 
 
@@ -180,4 +182,5 @@ def _load_block(cold, rows, TILES: tl.constexpr):
     low, high = _load_nibbles(cold, rows, TILES)
     # For each row the same, so that it is copied ahead as codes are.
     scale = tl.load(parameters(cold, tl.float32, TILES) + rows[0] * 0)[:, None]
-    return (low - 8.0) * scale, (high - 8.0) * scale
+    zero = 8.0 + nibble_offset(TILES.is_asm)
+    return (low - zero) * scale, (high - zero) * scale
