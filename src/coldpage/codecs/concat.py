@@ -118,6 +118,14 @@ class _ConcatCodec(ColdPageCodec):
     def query_page_index_location(self, life_cycle_id: LifeCycleId) -> PageIndexLocation:
         return self._shape(life_cycle_id).location
 
+    def prepare(self, stream: Stream) -> None:
+        """Let the device get ready for the copies that it makes itself."""
+        for shape in {id(shape): shape for shape in self._shapes.values()}.values():
+            if shape.location is PageIndexLocation.DEVICE:
+                for is_encode in (True, False):
+                    parts = shape.parts(MemAddress(0), is_encode=is_encode)
+                    stream.copy_pages(parts, DeviceArray(MemAddress(0), 0))
+
     def encode(
         self,
         life_cycle_id: LifeCycleId,

@@ -233,8 +233,7 @@ class PackedCodec(ColdPageCodec):
 
     def prepare(self, stream: Stream) -> None:
         """Compile for the host, or make the GPU's tables."""
-        pages = [page for page in self._distinct_pages() if not page.is_all_copied]
-        for page in pages:
+        for page in self._distinct_pages():
             prepare_page(page, stream, self._prepared)
 
     def encode(

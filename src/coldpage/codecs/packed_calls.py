@@ -223,9 +223,12 @@ class PackedCall:
 
 
 def prepare_page(page: PackedPage, stream: Stream, prepared: PreparedPages) -> None:
-    """Do once, for a page of which something is packed, what its first call would else wait for.
-    Blocks.
-    """
+    """Do once what a page's first call would else wait for. Blocks."""
+    if page.has_copied:
+        for parts in (page.parts_to_cold(MemAddress(0)), page.parts_to_hot(MemAddress(0))):
+            stream.copy_pages(parts, DeviceArray(MemAddress(0), 0))
+    if page.is_all_copied:
+        return
 
     def make() -> None:
         prepared.gpu_pages(page)

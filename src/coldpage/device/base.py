@@ -172,6 +172,9 @@ class Stream(abc.ABC):
         ``pairs`` are read when the work runs, and stay until then; ``pairs.host`` is consumed
         before the call returns. No destination overlaps another or any source. Raises
         SubmissionError; then a part of the pages may have been enqueued.
+
+        With no pairs nothing is enqueued: what copies of such parts would else wait for at first,
+        such as compiling, is done, and may block.
         """
 
     @abc.abstractmethod

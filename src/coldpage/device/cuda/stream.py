@@ -108,8 +108,10 @@ class CudaStream(Stream):
         where that is faster and ``pairs.host`` is known.
         """
         self._check()
-        if pairs.size:
-            self._submit("a copy of pages", lambda: self._copy_pages(parts, pairs))
+        if not pairs.size:
+            self._launch_kernel(parts, pairs.address, 0, 1)
+            return
+        self._submit("a copy of pages", lambda: self._copy_pages(parts, pairs))
 
     def _copy_pages(self, parts: PageParts, pairs: DeviceArray) -> None:
         is_upload = self._runtime.registrar.is_pinned(MemAddress(int(parts.src_base[0])))
