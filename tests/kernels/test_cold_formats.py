@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from tests.kernels.cold_pages import (
     model_like,
     parameters_of,
 )
+from tests.kernels.turbo_groups import F16_ROUNDING, check_norms
 
 INT8, FP8 = ColdFormat.INT8, ColdFormat.FP8
 INT4_TOKEN, INT4_CHANNEL = ColdFormat.INT4_TOKEN, ColdFormat.INT4_CHANNEL
@@ -182,13 +184,60 @@ def test_the_rotation_is_that_of_hot_pages(group):
     assert np.array_equal(signs(group)[:, None] * hadamard(group), hot)
 
 
-@pytest.mark.parametrize("cold_format", [TURBO4, TURBO3])
-def test_lengths_are_kept(cold_format):
-    numbers = model_like(LLAMA_8B, 4)
-    packed = pack_buffer(numbers, cold_format, LLAMA_8B)
-    back = unpack_buffer(packed, cold_format, LLAMA_8B)
-    lengths = np.linalg.norm(numbers, axis=-1)
-    assert np.linalg.norm(back, axis=-1) == pytest.approx(lengths, rel=6e-4)  # of f16
+@pytest.mark.parametrize("shape", [LLAMA_8B, SMOLLM2, KVShape(1, 16, 256, NumberType.F32)])
+def test_turbo4_keeps_lengths_and_turbo3_products(shape):
+    numbers = model_like(shape, 4)
+    keys = {
+        "frequencies": frequencies_of(shape.head_dim),
+        "means": numbers.mean(axis=1),
+        "block_ordinal": 9,
+    }
+    for cold_format, what in itertools.product((TURBO4, TURBO3), ({}, keys)):
+        packed = pack_buffer(numbers, cold_format, shape, **what)
+        check_norms(packed, numbers, cold_format, shape, what, slack=1e-6)
+
+
+# Groups without end would lose 0.0095 with turbo4, what its codebook loses, and 0.0358 with turbo3:
+# D / (1 - D) of what its codebook loses. With codes taken once turbo3 would lose 0.0337 and 0.0347.
+@pytest.mark.parametrize(
+    ("cold_format", "group", "square", "slope"),
+    [
+        (TURBO3, 64, 0.0319, 1.0),
+        (TURBO3, 128, 0.0336, 1.0),
+        # Of equal length: shorter along what they were, by half of the square that is lost.
+        (TURBO4, 64, 0.00888, 1 - 0.00444),
+        (TURBO4, 128, 0.00918, 1 - 0.00459),
+    ],
+)
+def test_what_normal_numbers_lose(cold_format, group, square, slope):
+    """Of their square; and what becomes of their products with others, by regression."""
+    rng = np.random.default_rng(8)
+    shape = KVShape(1, 8_000, group, NumberType.F32)
+    numbers, noise = rng.standard_normal((2, 1, 8_000, group)).astype(np.float32)
+    back = unpack_buffer(pack_buffer(numbers, cold_format, shape), cold_format, shape)
+    lost = np.square(back - numbers).sum(-1) / np.square(numbers).sum(-1)
+    assert lost.mean() == pytest.approx(square, rel=0.01)
+    others = numbers + noise
+    was, now = (numbers * others).sum(-1), (back * others).sum(-1)
+    assert (was * now).sum() / np.square(was).sum() == pytest.approx(slope, abs=0.001)
+
+
+def test_turbo3_by_hand():
+    """Two numbers of size 7 and 62 of size 1: their root mean square is 1.581."""
+    group = 64
+    sizes = np.ones(group)
+    sizes[[0, 3]] = 7, -7
+    numbers = (sizes @ hadamard(group) * signs(group) / group).reshape(1, 1, group)
+    shape = KVShape(1, 1, group, NumberType.F32)
+    packed = pack_buffer(numbers.astype(np.float32), TURBO3, shape)
+    # In units of 1.581 they are 4.427 and 0.632, next to 2.152 and 0.756. The best scale for these
+    # is (14 * 2.152 + 62 * 0.756) / (2 * 2.152**2 + 62 * 0.756**2) = 1.723, so that the unit of the
+    # second codes is 1.581 + 3 * (1.723 - 1.581) = 2.006. In it 1 is 0.499, next to 0.245.
+    assert packed[:16].tolist() == [3, 0, 0, 3, *[0] * 12]
+    assert packed[16:24].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    norm = (2 * 49 + 62) / (14 * 2.151946 + 62 * 0.245094)
+    # The rotation makes what it takes eight times as large.
+    assert parameters_of(packed, TURBO3, shape) == pytest.approx(norm / 8, rel=F16_ROUNDING)
 
 
 @pytest.mark.parametrize("cold_format", FORMATS.values())

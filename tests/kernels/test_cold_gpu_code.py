@@ -11,7 +11,7 @@ import pytest
 
 from coldpage.kernels.cold.formats import FORMATS, ColdFormat
 from coldpage.kernels.cold.gpu import UNPACK
-from coldpage.kernels.cold.gpu_rotated import _NUMBERS_ASM, _SQUARE, _SQUARES_ASM
+from coldpage.kernels.cold.gpu_rotated import _MARKED_3, _NUMBERS_ASM, _SQUARE, _SQUARES_ASM
 from coldpage.kernels.cold.numbers import MAGNITUDES
 from tests.kernels.offline import Code, compiled_kernels
 
@@ -177,3 +177,9 @@ def test_byte_permutations_look_codes_up() -> None:
         assert np.array_equal(found.view(np.float16), expected.astype(np.float16))
         squares = np.array(_run_by_hand(_SQUARES_ASM.value, int(word), 8)) * _SQUARE.value
         assert squares == pytest.approx(numbers[halves & 7] ** 2, abs=1e-4)
+
+
+def test_magnitudes_of_turbo3_carry_their_codes() -> None:
+    marked = np.array(_MARKED_3.value, np.float32)
+    assert marked == pytest.approx(MAGNITUDES[ColdFormat.TURBO3], rel=2**-21)
+    assert (marked.view(np.int32) & 3).tolist() == [0, 1, 2, 3]

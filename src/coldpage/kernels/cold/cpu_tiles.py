@@ -40,7 +40,7 @@ from coldpage.kernels.cold.cpu_turbo import (
     turbo3_bits,
     turbo3_codes_of,
     turbo3_numbers,
-    turbo3_squares,
+    turbo3_unit,
     turbo4_nibbles,
     turbo4_numbers,
     turbo4_squares,
@@ -244,9 +244,8 @@ def _rotate_back(row: _Numbers, norm: Any, bench: Workbench, result: _Numbers) -
 
 
 @compiled
-def _stored_norm(squared: Any, code_squares: Any) -> Any:
-    """What makes codes as long as the row was."""
-    return np.uint16(f16_nearest(min(np.sqrt(squared / code_squares), _F16_MAX)))
+def _stored_norm(norm: Any) -> Any:
+    return np.uint16(f16_nearest(min(norm, _F16_MAX)))
 
 
 @compiled
@@ -258,7 +257,8 @@ def pack_turbo4(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Work
         for g in range(groups):
             rotated = vector[g * group : (g + 1) * group]
             squared = _rotate(x[v, g * group : (g + 1) * group], bench, rotated)
-            parameters[v * groups + g] = _stored_norm(squared, turbo4_squares(rotated))
+            norm = np.sqrt(squared / turbo4_squares(rotated))
+            parameters[v * groups + g] = _stored_norm(norm)
         turbo4_nibbles(vector, codes[v])
 
 
@@ -284,8 +284,11 @@ def pack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Work
         for g in range(groups):
             rotated = vector[g * group : (g + 1) * group]
             squared = _rotate(x[v, g * group : (g + 1) * group], bench, rotated)
-            parameters[v * groups + g] = _stored_norm(squared, turbo3_squares(rotated))
-        turbo3_codes_of(vector, bench.codes)
+            own_codes = bench.codes[g * group : (g + 1) * group]
+            product = turbo3_codes_of(rotated, turbo3_unit(rotated), own_codes)
+            # The product is above 1 but for zeros: no number stands for less than 0.24.
+            norm = np.sqrt(squared) * np.sqrt(_F(group)) / max(product, _ONE)
+            parameters[v * groups + g] = _stored_norm(norm)
         turbo3_bits(bench.codes, codes[v])
 
 

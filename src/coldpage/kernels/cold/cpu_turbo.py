@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from coldpage.kernels.cold.cpu_compile import compiled
 from coldpage.kernels.cold.formats import ColdFormat
-from coldpage.kernels.cold.numbers import MAGNITUDES, THRESHOLDS
+from coldpage.kernels.cold.numbers import MAGNITUDES, THRESHOLDS, TURBO3_STEP
 
 __all__ = [
     "hadamard_transform",
@@ -18,7 +18,7 @@ __all__ = [
     "turbo3_bits",
     "turbo3_codes_of",
     "turbo3_numbers",
-    "turbo3_squares",
+    "turbo3_unit",
     "turbo4_nibbles",
     "turbo4_numbers",
     "turbo4_squares",
@@ -34,6 +34,8 @@ _T1, _T2, _T3, _T4, _T5, _T6, _T7 = (_F(t) for t in THRESHOLDS[ColdFormat.TURBO4
 _M0, _M1, _M2, _M3, _M4, _M5, _M6, _M7 = (_F(m) for m in MAGNITUDES[ColdFormat.TURBO4])
 _U1, _U2, _U3 = (_F(t) for t in THRESHOLDS[ColdFormat.TURBO3])
 _N0, _N1, _N2, _N3 = (_F(m) for m in MAGNITUDES[ColdFormat.TURBO3])
+_STEP = _F(TURBO3_STEP)
+_ONE = _F(1)
 
 
 @compiled
@@ -141,25 +143,35 @@ def turbo4_numbers(codes: _Codes, row: _Row) -> None:
 
 
 @compiled
-def turbo3_codes_of(row: _Row, codes: _Codes) -> None:
-    """Codes of rotated numbers with a root mean square of 1, one a byte."""
-    for i in range(row.size):
-        size = np.abs(row[i])
-        code = _I(size > _U1) + _I(size > _U2) + _I(size > _U3)
-        codes[i] = np.uint8(code | _I(_I(row[i] < _ZERO) << _I(2)))
-
-
-@compiled
-def turbo3_squares(row: _Row) -> Any:
-    """The sum of the squares of the numbers that the codes of these stand for."""
-    total = _ZERO
+def turbo3_unit(row: _Row) -> Any:
+    """What to measure rotated numbers with a root mean square of 1 by; 0 if all are 0."""
+    product = squares = _ZERO
     for i in range(row.size):
         size = np.abs(row[i])
         number = _N1 if size > _U1 else _N0
         number = _N2 if size > _U2 else number
         number = _N3 if size > _U3 else number
-        total += number * number
-    return total
+        product += size * number
+        squares += number * number
+    return max(_ONE + _STEP * (product / squares - _ONE), _ZERO)
+
+
+@compiled
+def turbo3_codes_of(row: _Row, unit: Any, codes: _Codes) -> Any:
+    """Codes of rotated numbers measured by ``unit``, one a byte; returns the sum of the products of
+    the numbers and what their codes stand for."""
+    limit_1, limit_2, limit_3 = _U1 * unit, _U2 * unit, _U3 * unit
+    product = _ZERO
+    for i in range(row.size):
+        size = np.abs(row[i])
+        is_1, is_2, is_3 = size > limit_1, size > limit_2, size > limit_3
+        code = _I(is_1) + _I(is_2) + _I(is_3)
+        codes[i] = np.uint8(code | _I(_I(row[i] < _ZERO) << _I(2)))
+        number = _N1 if is_1 else _N0
+        number = _N2 if is_2 else number
+        number = _N3 if is_3 else number
+        product += size * number
+    return product
 
 
 @compiled

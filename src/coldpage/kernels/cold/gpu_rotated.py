@@ -17,7 +17,7 @@ import triton.language as tl
 from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.kernels.cold.gpu_codes import F16_LIMIT
 from coldpage.kernels.cold.gpu_vectors import IS_TURBO4
-from coldpage.kernels.cold.numbers import MAGNITUDES, THRESHOLDS
+from coldpage.kernels.cold.numbers import MAGNITUDES, THRESHOLDS, TURBO3_STEP
 
 __all__ = [
     "load_matrices",
@@ -40,7 +40,13 @@ _PER_SQUARE: Final = 8192.0
 _SQUARE = tl.constexpr(1 / _PER_SQUARE)
 _WHOLE_4: Final = tuple(round(m * m * _PER_SQUARE) for m in _TURBO4)
 _SQUARES_4 = tl.constexpr(_WHOLE_4)
-_SQUARES_3 = tl.constexpr(tuple(round(m * m * _PER_SQUARE) for m in _TURBO3))
+
+_STEP = tl.constexpr(TURBO3_STEP)
+# Packing knows a magnitude of turbo3 by its lowest two bits, which no sum of them misses.
+_MARKED: Final = np.array(_TURBO3, np.float32).view(np.uint32) & ~np.uint32(3) | np.arange(4)
+_MARKED_3 = tl.constexpr(tuple(_MARKED.astype(np.uint32).view(np.float32).tolist()))
+# Where products are smaller, squares are 0 in f32, and norms with them.
+_LEAST_PRODUCT = tl.constexpr(2.0**-100)
 
 
 def _byte_tables(numbers: np.ndarray) -> list[str]:
@@ -123,29 +129,25 @@ def load_matrices(matrix, GROUP: tl.constexpr, IS_ONE_GROUP: tl.constexpr, IS_BA
 def pack_rotated(low, high, matrices, TILES: tl.constexpr):
     """Halves of vectors as codes int32 of the same shape, and norms f16 [rows, groups]."""
     low, high = low.to(matrices[0].dtype), high.to(matrices[0].dtype)
+    ROWS: tl.constexpr = low.shape[0]
+    PER_HALF: tl.constexpr = max(1, TILES.groups // 2)
     if TILES.groups == 1:
         first, lower, last = matrices
         new_low = tl.dot(high, lower, tl.dot(low, first))
         new_high = tl.dot(high, last, tl.dot(low, first))
-        squares = tl.sum(new_low * new_low + new_high * new_high, 1)
-        low_codes, high_codes = _codes(new_low, squares, TILES), _codes(new_high, squares, TILES)
-        low_sum, high_sum = _code_squares(low_codes, high_codes, TILES)
-        norm = _norm(squares, low_sum + high_sum, TILES)[:, None]
     else:
-        ROWS: tl.constexpr = low.shape[0]
-        PER_HALF: tl.constexpr = TILES.groups // 2
         new_low = tl.dot(tl.reshape(low, [ROWS * PER_HALF, TILES.group]), matrices[0])
         new_high = tl.dot(tl.reshape(high, [ROWS * PER_HALF, TILES.group]), matrices[0])
-        low_squares, high_squares = tl.sum(new_low * new_low, 1), tl.sum(new_high * new_high, 1)
-        low_codes = _codes(new_low, low_squares, TILES)
-        high_codes = _codes(new_high, high_squares, TILES)
-        low_sum, high_sum = _code_squares(low_codes, high_codes, TILES)
-        low_norm, high_norm = (
-            _norm(low_squares, low_sum, TILES),
-            _norm(high_squares, high_sum, TILES),
-        )
+    squares = _group_sums(new_low * new_low, new_high * new_high, TILES)
+    if TILES.kind == IS_TURBO4:
+        low_codes, high_codes, norms = _turbo4_codes(new_low, new_high, squares, TILES)
+    else:
+        low_codes, high_codes, norms = _turbo3_codes(new_low, new_high, squares, TILES)
+    if TILES.groups == 1:
+        norm = norms[0][:, None]
+    else:
         # The groups of the lower half come first.
-        norm = tl.reshape(tl.join(low_norm, high_norm), [ROWS, PER_HALF, 2])
+        norm = tl.reshape(tl.join(norms[0], norms[1]), [ROWS, PER_HALF, 2])
         norm = tl.reshape(tl.permute(norm, [0, 2, 1]), [ROWS, 2 * PER_HALF])
         low_codes = tl.reshape(low_codes, [ROWS, TILES.width])
         high_codes = tl.reshape(high_codes, [ROWS, TILES.width])
@@ -153,32 +155,51 @@ def pack_rotated(low, high, matrices, TILES: tl.constexpr):
 
 
 @triton.jit
-def _norm(squares, code_squares, TILES: tl.constexpr):
+def _group_sums(low, high, TILES: tl.constexpr):
+    """Of the numbers of the groups that are rows of the two halves, or together one group."""
+    low_sum, high_sum = tl.sum(low, 1), tl.sum(high, 1)
+    if TILES.groups == 1:
+        low_sum += high_sum
+        high_sum = low_sum
+    return low_sum, high_sum
+
+
+@triton.jit
+def _unit(squares, TILES: tl.constexpr):
+    """The root mean square."""
+    return tl.sqrt(squares * (1.0 / TILES.group))
+
+
+@triton.jit
+def _turbo4_codes(low, high, squares, TILES: tl.constexpr):
+    """Of groups with these sums of squares: codes int32 and norms f16, of both halves."""
+    low_codes = _turbo4_code(low, _unit(squares[0], TILES)[:, None])
+    high_codes = _turbo4_code(high, _unit(squares[1], TILES)[:, None])
+    low_squares, high_squares = _code_squares(low_codes, high_codes, TILES)
+    low_norm = _turbo4_norm(squares[0], low_squares, TILES)
+    high_norm = _turbo4_norm(squares[1], high_squares, TILES)
+    return low_codes, high_codes, (low_norm, high_norm)
+
+
+@triton.jit
+def _turbo4_norm(squares, code_squares, TILES: tl.constexpr):
     """What makes codes' numbers as long as a group was, f16: of sums of squares."""
     ratio = squares / (code_squares.to(tl.float32) * (_SQUARE * TILES.group))
     return tl.minimum(tl.sqrt(ratio), F16_LIMIT).to(tl.float16)
 
 
 @triton.jit
-def _codes(numbers, squares, TILES: tl.constexpr):
-    """The nearest numbers' codes, for rows whose squares have these sums: comparisons, each with a
-    threshold that depends on those before."""
-    unit = tl.sqrt(squares * (1.0 / TILES.group))[:, None]
+def _turbo4_code(numbers, unit):
+    """Codes of the nearest numbers: comparisons, each with a threshold that depends on those
+    before."""
     size = tl.abs(numbers)
-    if TILES.kind == IS_TURBO4:
-        is_4 = size > unit * _LIMITS_4[3]
-        is_2 = size > tl.where(is_4, unit * _LIMITS_4[5], unit * _LIMITS_4[1])
-        if_2 = tl.where(is_4, _marked(unit * _LIMITS_4[6], 6), _marked(unit * _LIMITS_4[2], 2))
-        if_not = tl.where(is_4, _marked(unit * _LIMITS_4[4], 4), _marked(unit * _LIMITS_4[0], 0))
-        SIGN: tl.constexpr = 8
-    else:
-        is_2 = size > unit * _LIMITS_3[1]
-        if_2 = _marked(unit * _LIMITS_3[2], 2)
-        if_not = _marked(unit * _LIMITS_3[0], 0)
-        SIGN: tl.constexpr = 4
+    is_4 = size > unit * _LIMITS_4[3]
+    is_2 = size > tl.where(is_4, unit * _LIMITS_4[5], unit * _LIMITS_4[1])
+    if_2 = tl.where(is_4, _marked(unit * _LIMITS_4[6], 6), _marked(unit * _LIMITS_4[2], 2))
+    if_not = tl.where(is_4, _marked(unit * _LIMITS_4[4], 4), _marked(unit * _LIMITS_4[0], 0))
     limit = tl.where(is_2, if_2, if_not)
     code = (limit.to(tl.int32, bitcast=True) & 6) | (size > limit).to(tl.int32)
-    return code | ((numbers.to(tl.int32, bitcast=True) >> 31) & SIGN)
+    return code | ((numbers.to(tl.int32, bitcast=True) >> 31) & 8)
 
 
 @triton.jit
@@ -190,7 +211,7 @@ def _marked(limit, MARK: tl.constexpr):
 @triton.jit
 def _code_squares(low, high, TILES: tl.constexpr):
     """The sums of the squares of both codes' numbers, whole ones, int32 [rows]."""
-    if TILES.kind == IS_TURBO4 and TILES.is_asm:
+    if TILES.is_asm:
         low, high = tl.inline_asm_elementwise(
             _SQUARES_ASM,
             "=r,=r,=r,=r,=r,=r,=r,=r,r",
@@ -200,19 +221,54 @@ def _code_squares(low, high, TILES: tl.constexpr):
             pack=4,
         )
     else:
-        low, high = _square(low, TILES), _square(high, TILES)
-    return tl.sum(low, 1), tl.sum(high, 1)
+        low, high = _square(low), _square(high)
+    return _group_sums(low, high, TILES)
 
 
 @triton.jit
-def _square(code, TILES: tl.constexpr):
-    if TILES.kind == IS_TURBO4:
-        upper = _one_of_4(code, _SQUARES_4[4], _SQUARES_4[5], _SQUARES_4[6], _SQUARES_4[7])
-        lower = _one_of_4(code, _SQUARES_4[0], _SQUARES_4[1], _SQUARES_4[2], _SQUARES_4[3])
-        result = tl.where((code & 4) != 0, upper, lower)
-    else:
-        result = _one_of_4(code, _SQUARES_3[0], _SQUARES_3[1], _SQUARES_3[2], _SQUARES_3[3])
-    return result
+def _square(code):
+    upper = _one_of_4(code, _SQUARES_4[4], _SQUARES_4[5], _SQUARES_4[6], _SQUARES_4[7])
+    lower = _one_of_4(code, _SQUARES_4[0], _SQUARES_4[1], _SQUARES_4[2], _SQUARES_4[3])
+    return tl.where((code & 4) != 0, upper, lower)
+
+
+@triton.jit
+def _turbo3_codes(low, high, squares, TILES: tl.constexpr):
+    """Of groups with these sums of squares: codes int32 and norms f16, of both halves."""
+    low_size, high_size = tl.abs(low), tl.abs(high)
+    low_unit, high_unit = _unit(squares[0], TILES), _unit(squares[1], TILES)
+    low_number, high_number = _nearest(low_size, low_unit), _nearest(high_size, high_unit)
+    products = _group_sums(low_size * low_number, high_size * high_number, TILES)
+    lengths = _group_sums(low_number * low_number, high_number * high_number, TILES)
+    low_unit += _STEP * (products[0] / lengths[0] - low_unit)
+    high_unit += _STEP * (products[1] / lengths[1] - high_unit)
+    low_number, high_number = _nearest(low_size, low_unit), _nearest(high_size, high_unit)
+    products = _group_sums(low_size * low_number, high_size * high_number, TILES)
+    low_norm = _turbo3_norm(squares[0], products[0], TILES)
+    high_norm = _turbo3_norm(squares[1], products[1], TILES)
+    return _turbo3_code(low, low_number), _turbo3_code(high, high_number), (low_norm, high_norm)
+
+
+@triton.jit
+def _nearest(size, unit):
+    """The marked magnitudes nearest to sizes [rows, columns] in units [rows]."""
+    unit = unit[:, None]
+    number = tl.where(size > unit * _LIMITS_3[0], _MARKED_3[1], _MARKED_3[0])
+    number = tl.where(size > unit * _LIMITS_3[1], _MARKED_3[2], number)
+    return tl.where(size > unit * _LIMITS_3[2], _MARKED_3[3], number)
+
+
+@triton.jit
+def _turbo3_norm(squares, products, TILES: tl.constexpr):
+    """What gives codes' numbers and a group the product that the group has with itself, f16."""
+    ratio = squares / (tl.maximum(products, _LEAST_PRODUCT) * TILES.group**0.5)
+    return tl.minimum(ratio, F16_LIMIT).to(tl.float16)
+
+
+@triton.jit
+def _turbo3_code(number, magnitude):
+    sign = (number.to(tl.int32, bitcast=True) >> 31) & 4
+    return (magnitude.to(tl.int32, bitcast=True) & 3) | sign
 
 
 @triton.jit

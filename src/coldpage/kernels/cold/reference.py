@@ -1,8 +1,14 @@
 """The packed formats in plain numpy, one buffer at a time: what tests hold the fast ones against.
 
 Arithmetic is in f64, parameters are rounded to what is stored. A hot number that is NaN or beyond
-2**60 counts as 0. Rotations keep lengths: a norm is the group's length over that of its codes'
-numbers, about the root mean square of the group.
+2**60 counts as 0.
+
+Rotations keep lengths and products. With x a rotated group and c what its codes stand for, the norm
+of turbo3 is x.x / x.c: a group as it comes back has with itself as it was the product x.x, so that
+what attention makes of it is on average neither too large nor too small. The norm of turbo4 is the
+length of x over that of c, since x.c would take a fifteenth off its divergence, but takes a GPU,
+which looks up squares of numbers by whole registers, more instructions than it has to spare. Either
+is about the root mean square of the group.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from coldpage.kernels.cold.numbers import (
     MAGNITUDES,
     RADIANS_PER_STEP,
     THRESHOLDS,
+    TURBO3_STEP,
     hadamard,
     phase_steps,
     signs,
@@ -30,6 +37,7 @@ __all__ = ["pack_buffer", "unpack_buffer"]
 _Floats = npt.NDArray[np.float64]
 _Halves = npt.NDArray[np.float16]
 _Bytes = npt.NDArray[np.uint8]
+_Codes = npt.NDArray[np.int64]
 
 
 def pack_buffer(
@@ -181,18 +189,34 @@ def _pack_turbo(
 ) -> tuple[_Bytes, _Halves]:
     grouped, _ = _grouped(numbers, cold_format, shape)
     group = grouped.shape[-1]
-    rotated = (grouped * signs(group)) @ hadamard(group).astype(np.float64)
-    rms = np.sqrt(np.square(rotated).mean(-1, keepdims=True))
-    relative = _quotients(rotated, rms)
-    magnitude = np.searchsorted(THRESHOLDS[cold_format], np.abs(relative))
-    is_negative = relative < 0
-    num_magnitudes = len(MAGNITUDES[cold_format])
-    codes = (magnitude + num_magnitudes * is_negative).reshape(numbers.shape)
-    code_length = np.sqrt(np.square(_codebook(cold_format)[magnitude]).sum(-1))
-    length = np.sqrt(np.square(grouped).sum(-1))
-    norm = np.minimum(length / code_length, F16_MAX).astype(np.float16)
+    rotated = (grouped * signs(group)) @ hadamard(group).astype(np.float64) / np.sqrt(group)
+    sizes = np.abs(rotated)
+    squares = np.square(grouped).sum(-1, keepdims=True)
+    magnitude = _magnitude_codes(sizes, np.sqrt(squares / group), cold_format)
+    if cold_format is ColdFormat.TURBO3:
+        magnitude, norm = _turbo3_codes_and_norm(sizes, squares, magnitude)
+    else:
+        chosen = _codebook(cold_format)[magnitude]
+        norm = np.sqrt(squares / np.square(chosen).sum(-1, keepdims=True))
+    codes = (magnitude + len(MAGNITUDES[cold_format]) * (rotated < 0)).reshape(numbers.shape)
     pack = _nibbles if cold_format is ColdFormat.TURBO4 else _three_bits
-    return pack(codes), norm
+    return pack(codes), np.minimum(norm, F16_MAX).astype(np.float16)
+
+
+def _magnitude_codes(sizes: _Floats, unit: _Floats, cold_format: ColdFormat) -> _Codes:
+    return np.searchsorted(THRESHOLDS[cold_format], _quotients(sizes, unit))
+
+
+def _turbo3_codes_and_norm(
+    sizes: _Floats, squares: _Floats, magnitude: _Codes
+) -> tuple[_Codes, _Floats]:
+    """From the codes that are nearest in units of the root mean square."""
+    unit = np.sqrt(squares / sizes.shape[-1])
+    chosen = _codebook(ColdFormat.TURBO3)[magnitude]
+    best = (sizes * chosen).sum(-1, keepdims=True) / np.square(chosen).sum(-1, keepdims=True)
+    magnitude = _magnitude_codes(sizes, unit + TURBO3_STEP * (best - unit), ColdFormat.TURBO3)
+    chosen = _codebook(ColdFormat.TURBO3)[magnitude]
+    return magnitude, _quotients(squares, (sizes * chosen).sum(-1, keepdims=True))
 
 
 def _unpack_turbo(codes: _Bytes, norm: _Halves, cold_format: ColdFormat, shape: KVShape) -> _Floats:
