@@ -18,7 +18,7 @@ from coldpage.codecs import ColdPageCodec
 from coldpage.config import CacheTierConfig, KVCacheManagerConfig
 from coldpage.device.file import BlockFile
 from coldpage.layout import hot_layout
-from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
+from coldpage.testing.pattern_engine import Bytes, PatternEngine, PatternSequence
 from coldpage.types import LayerGroupId
 from tests.property.setups import disk_slot_bytes, layers_of
 
@@ -73,11 +73,15 @@ class Session:
         codec: Callable[[], ColdPageCodec] | None = None,
         disk_codec: Callable[[], ColdPageCodec] | None = None,
         separate_sinks: bool = False,
+        num_recent_blocks: int = 0,
+        view: Callable[[Bytes], Bytes] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **disk_settings: object,
     ) -> None:
         layers = layers_of(kind, per_block)
-        layout = hot_layout(layers, separate_sinks=separate_sinks)
+        layout = hot_layout(
+            layers, separate_sinks=separate_sinks, num_recent_blocks=num_recent_blocks
+        )
         sizes = [layout.page_bytes(lc.life_cycle_id) for lc in layout.life_cycles]
         self._on_disk = sum(disk_slot_bytes(size, per_block) for size in sizes)
         tiers: list[CacheTierConfig] = [DeviceTierConfig(hot * sum(sizes))]
@@ -91,7 +95,13 @@ class Session:
                     DiskTierConfig(where, size * self._on_disk, own, **disk_settings)  # type: ignore[arg-type]
                 )
         config = KVCacheManagerConfig(
-            per_block, tuple(tiers), layers, 1.0, fingerprint, separate_sink_pages=separate_sinks
+            per_block,
+            tuple(tiers),
+            layers,
+            1.0,
+            fingerprint,
+            separate_sink_pages=separate_sinks,
+            num_recent_blocks=num_recent_blocks,
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(coldpage.layout.partition, "TYPICAL_SEQUENCE_TOKENS", 4 * per_block)
@@ -99,7 +109,7 @@ class Session:
             self.manager = KVCacheManager(
                 config, codec=codec() if needs_main and codec else None, on_progress=on_progress
             )
-        self.engine = PatternEngine(self.manager)
+        self.engine = PatternEngine(self.manager, view=view)
         self.disk = next(level.disk for level in self.manager._storage.levels if level.is_disk)
         self._is_closed = False
 

@@ -165,8 +165,12 @@ class Rig:
         self.device = simulated(seed) if device is None else device
         self._per_block = per_block
         self.layers = layers_of(kind, per_block) if isinstance(kind, str) else kind
+        num_recent_blocks = settings.get("num_recent_blocks", 0)
+        assert isinstance(num_recent_blocks, int)
         self.layout = hot_layout(
-            self.layers, separate_sinks=bool(settings.get("separate_sink_pages"))
+            self.layers,
+            separate_sinks=bool(settings.get("separate_sink_pages")),
+            num_recent_blocks=num_recent_blocks,
         )
         self._copies_behind = copies_behind
         self._makes: dict[int, MakeCodec] = {}  # by level

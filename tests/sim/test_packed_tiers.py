@@ -24,13 +24,15 @@ from coldpage.manager import KVCacheManager
 from coldpage.types import BufferRole, LayerId
 from tests.conformance.packed_models import BLOCK, ERRORS, SMOL, numbers_of, relative_error, stored
 
-_NUM_BLOCKS = 6
+_NUM_BLOCKS, _MAX_BLOCKS = 6, 9
 _PAGE_BYTES = 4 * SMOL.shape.num_bytes
 _ROLES = ("key", "value")
 _Floats = npt.NDArray[np.float32]
 
 
-def _config(path: Path, host: str, disk: str, pages: ModelPages) -> KVCacheManagerConfig:
+def _config(
+    path: Path, host: str, disk: str, pages: ModelPages, num_recent_blocks: int = 0
+) -> KVCacheManagerConfig:
     size = SMOL.shape.num_bytes
     layers = tuple(
         AttentionLayerConfig(layer, tuple(BufferConfig(BufferRole(role), size) for role in _ROLES))
@@ -50,6 +52,7 @@ def _config(path: Path, host: str, disk: str, pages: ModelPages) -> KVCacheManag
         layers,
         typical_step=BatchDesc((KVCacheDesc(tokens, tokens),)),
         separate_sink_pages=True,
+        num_recent_blocks=num_recent_blocks,
     )
 
 
@@ -76,21 +79,23 @@ class _Scene:
         assert isinstance(array, np.ndarray)
         return array
 
-    def write(self, chat: int) -> None:
-        cache = self.manager.create_kv_cache()
-        assert cache.resume() and cache.resize(_NUM_BLOCKS * BLOCK)
+    def write(self, chat: int, num_blocks: int = _NUM_BLOCKS) -> None:
+        """All blocks but those that there are already."""
+        cache = self.manager.create_kv_cache(_tokens(chat, num_blocks))
+        assert cache.resume() and cache.resize(num_blocks * BLOCK)
         cache.synchronize()
-        slots = cache.page_indices(self._group)
+        first = cache.num_committed_tokens // BLOCK
+        slots = cache.page_indices(self._group)[first:]
         for index, (layer, role) in enumerate((lr, r) for lr in SMOL.pages() for r in _ROLES):
-            raw = stored(_original(chat)[index], SMOL.number_type)
-            self._array(layer, role)[slots] = raw.reshape(_NUM_BLOCKS, -1)
-        cache.commit(_tokens(chat))
+            raw = stored(_original(chat)[index, first:num_blocks], SMOL.number_type)
+            self._array(layer, role)[slots] = raw.reshape(slots.size, -1)
+        cache.commit(_tokens(chat, num_blocks)[first * BLOCK :])
         cache.close()
         self.manager.finish_transfers()
 
-    def read(self, chat: int) -> _Floats:
-        cache = self.manager.create_kv_cache(_tokens(chat))
-        assert len(cache.page_indices(self._group)) == _NUM_BLOCKS, "all blocks are found"
+    def read(self, chat: int, num_blocks: int = _NUM_BLOCKS) -> _Floats:
+        cache = self.manager.create_kv_cache(_tokens(chat, num_blocks))
+        assert len(cache.page_indices(self._group)) == num_blocks, "all blocks are found"
         assert cache.resume()
         cache.synchronize()
         found = self.buffers(cache.page_indices(self._group))
@@ -102,14 +107,14 @@ class _Scene:
         self.device.close()
 
 
-def _tokens(chat: int) -> range:
-    return range(1000 * chat, 1000 * chat + _NUM_BLOCKS * BLOCK)
+def _tokens(chat: int, num_blocks: int = _NUM_BLOCKS) -> range:
+    return range(1000 * chat, 1000 * chat + num_blocks * BLOCK)
 
 
 def _original(chat: int) -> _Floats:
     """Numbers that bf16 holds exactly."""
     rng = np.random.default_rng(chat)
-    floats = rng.standard_normal((4, _NUM_BLOCKS, *SMOL.shape[:3]), np.float32)
+    floats = rng.standard_normal((4, _MAX_BLOCKS, *SMOL.shape[:3]), np.float32)
     return (floats.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
@@ -126,7 +131,7 @@ def test_pages_come_back_as_their_codecs_leave_them(tmp_path: Path, host: str, d
                 scene.write(chat)
         scene.manager.flush(60.0)
         for chat in (0, 3, 1, 2):
-            found, wanted = scene.read(chat), _original(chat)
+            found, wanted = scene.read(chat), _original(chat)[:, :_NUM_BLOCKS]
             assert np.array_equal(found[:, 0], wanted[:, 0]), "first blocks come back whole"
             assert 0 < relative_error(wanted[:, 1:], found[:, 1:]) < limit
         if is_first:
@@ -134,6 +139,30 @@ def test_pages_come_back_as_their_codecs_leave_them(tmp_path: Path, host: str, d
             assert moved["hot-host"] and moved["disk-hot"]
             counted = {it.codec: it.errors[0].num_samples for it in scene.manager.stats().codecs}
             assert counted.keys() == {host, disk} and counted[host] == 1
+        scene.close()
+
+
+@pytest.mark.parametrize("num_recent", [0, 2])
+@pytest.mark.parametrize(("host", "disk"), [("int8", "int8"), ("turbo4", "turbo3")])
+def test_recent_blocks_are_bit_for_bit_what_they_were(
+    tmp_path: Path, host: str, disk: str, num_recent: int
+) -> None:
+    """Through host memory, disk and a restart; and when a chat has gone on, only its new end."""
+    for num_blocks in (_NUM_BLOCKS, _MAX_BLOCKS):  # two lives of one disk
+        scene = _Scene(_config(tmp_path, host, disk, SMOL.pages(), num_recent))
+        for chat in range(6):
+            scene.write(chat, num_blocks)
+        scene.manager.flush(60.0)
+        for chat in (0, 3, 1, 2):
+            found, wanted = scene.read(chat, num_blocks), _original(chat)[:, :num_blocks]
+            is_exact = [
+                bool(np.array_equal(found[:, block], wanted[:, block]))
+                for block in range(num_blocks)
+            ]
+            packed = num_blocks - 1 - num_recent
+            assert is_exact == [True] + [False] * packed + [True] * num_recent
+        moved = scene.manager.stats().moved_pages
+        assert moved["hot-host"] and moved["disk-hot"]
         scene.close()
 
 

@@ -74,6 +74,10 @@ _BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: _layer(3, num_sink_tokens=-1),
         "layer 3 has -1 sink tokens: use 0 for none",
     ),
+    "negative recent blocks": (
+        lambda: _config(num_recent_blocks=-1),
+        "num_recent_blocks is -1: give a number of blocks, 0 for none",
+    ),
     "no tokens in a block": (
         lambda: _config(tokens_per_block=0),
         "tokens_per_block is 0: use at least 1, usually 16",
@@ -202,6 +206,7 @@ def test_what_works_is_taken() -> None:
         constraints=(BatchDesc((KVCacheDesc(1, 0), KVCacheDesc(9, 3))),),
         separate_sink_pages=True,
         free_watermark=0.5,
+        num_recent_blocks=4,
     )
     assert [t.tier for t in config.cache_tiers] == [
         CacheTier.GPU,
@@ -222,6 +227,7 @@ def test_defaults() -> None:
     assert (config.initial_pool_ratio, config.typical_step, config.constraints) == (None, None, ())
     assert not config.separate_sink_pages
     assert config.free_watermark == 0.0
+    assert config.num_recent_blocks == 0
     assert DeviceTierConfig(1).codec is None
     assert HostTierConfig(1).codec is None
     assert DiskTierConfig("/a", 1).codec is None

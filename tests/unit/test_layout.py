@@ -165,14 +165,50 @@ def test_sinks_are_a_life_cycle_of_their_own_if_asked(layers: list[AttentionLaye
             assert apart.page_bytes(member.life_cycle_id) == alike.page_bytes(lc.life_cycle_id)
 
 
-@given(layers=_models(), separate=st.booleans(), ordinal=st.sampled_from([0, 1, 2, 100]))
-def test_the_life_cycle_of_a_page_is_that_of_its_group_and_class(
-    layers: list[AttentionLayerConfig], separate: bool, ordinal: int
+@given(layers=_models(), separate=st.booleans())
+def test_recent_blocks_are_the_last_life_cycle_of_a_group_if_asked(
+    layers: list[AttentionLayerConfig], separate: bool
 ) -> None:
-    layout = hot_layout(layers, separate_sinks=separate)
-    page_class = PageClass.SINK if separate and ordinal == 0 else PageClass.BODY
+    without = hot_layout(layers, separate_sinks=separate)
+    layout = hot_layout(layers, separate_sinks=separate, num_recent_blocks=3)
+    assert (without.num_recent_blocks, layout.num_recent_blocks) == (0, 3)
+    assert layout.page_classes == (*without.page_classes, PageClass.RECENT)
+    # Hot pages of the classes do not differ, so a page may change its class where it is.
+    assert (layout.layer_groups, layout.slot_bytes) == (without.layer_groups, without.slot_bytes)
+    num_classes = layout.num_classes
+    for number, life_cycle in enumerate(layout.life_cycles):
+        other = without.life_cycles[life_cycle.layer_group_id * without.num_classes]
+        assert life_cycle.life_cycle_id == number
+        assert life_cycle.layer_group_id == number // num_classes
+        assert life_cycle.page_class is layout.page_classes[number % num_classes]
+        assert (life_cycle.hot_pool_group, life_cycle.buffers) == (
+            other.hot_pool_group,
+            other.buffers,
+        )
+
+
+@given(
+    layers=_models(),
+    separate=st.booleans(),
+    num_recent=st.sampled_from([0, 2]),
+    is_recent=st.booleans(),
+    ordinal=st.sampled_from([0, 1, 2, 100]),
+)
+def test_the_life_cycle_of_a_page_is_that_of_its_group_and_class(
+    layers: list[AttentionLayerConfig],
+    separate: bool,
+    num_recent: int,
+    is_recent: bool,
+    ordinal: int,
+) -> None:
+    layout = hot_layout(layers, separate_sinks=separate, num_recent_blocks=num_recent)
+    page_class = PageClass.RECENT if is_recent and num_recent else PageClass.BODY
+    if separate and ordinal == 0:
+        page_class = PageClass.SINK
     for group in layout.layer_groups:
-        found = layout.life_cycle_of(group.layer_group_id, BlockOrdinal(ordinal))
+        found = layout.life_cycle_of(
+            group.layer_group_id, BlockOrdinal(ordinal), is_recent=is_recent
+        )
         life_cycle = layout.life_cycles[found]
         assert life_cycle.layer_group_id == group.layer_group_id
         assert life_cycle.page_class is page_class

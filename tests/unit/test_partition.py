@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,14 +35,20 @@ def _batch(*sequences: tuple[int, int], prompt: int = 0) -> BatchDesc:
 
 @st.composite
 def _layouts(draw: st.DrawFn) -> HotLayout:
-    """One to four groups in one to three hot pool groups, with sinks apart or not."""
+    """One to four groups in one to three hot pool groups, with sinks and recent blocks apart or
+    not.
+    """
     sizes = st.sampled_from([(24,), (24, 24), (64, 100)])
     windows = draw(st.lists(st.sampled_from([None, 1, 7, 16]), min_size=1, max_size=4, unique=True))
     layers = [
         _layer(i, *draw(sizes), window=window, sinks=draw(st.sampled_from([0, 4, 5])))
         for i, window in enumerate(windows)
     ]
-    return hot_layout(layers, separate_sinks=draw(st.booleans()))
+    return hot_layout(
+        layers,
+        separate_sinks=draw(st.booleans()),
+        num_recent_blocks=draw(st.sampled_from([0, 0, 1, 3])),
+    )
 
 
 @st.composite
@@ -53,34 +60,41 @@ def _batches(draw: st.DrawFn) -> BatchDesc:
     return _batch(*sequences, prompt=draw(st.integers(0, min(c for c, _ in sequences))))
 
 
-def _kept_pages(layout: HotLayout, layer_group: int, batch: BatchDesc) -> tuple[int, int]:
-    """The pages of first blocks and of others, one by one, by the positions that are seen."""
+def _kept_pages(layout: HotLayout, layer_group: int, batch: BatchDesc) -> Counter[PageClass]:
+    """The pages by class, one by one, by the positions that are seen."""
     group = layout.layer_groups[layer_group]
     pages: set[tuple[object, int]] = set()
+    newest: set[tuple[object, int]] = set()
     for sequence, desc in enumerate(batch.kv_caches):
-        for block in range(-(-desc.capacity // _PER_BLOCK)):
+        num_blocks = -(-desc.capacity // _PER_BLOCK)
+        for block in range(num_blocks):
             positions = range(block * _PER_BLOCK, (block + 1) * _PER_BLOCK)
             window = group.sliding_window_tokens
+            is_shared = positions.stop <= batch.system_prompt_length
+            page = ("everybody" if is_shared else sequence, block)
+            if layout.num_recent_blocks and num_blocks - block <= layout.num_recent_blocks + 1:
+                newest.add(page)
             if any(
                 window is None or p < group.num_sink_tokens or p > desc.history_length - window
                 for p in positions
             ):
-                is_shared = positions.stop <= batch.system_prompt_length
-                pages.add(("everybody" if is_shared else sequence, block))
-    num_sinks = sum(block == 0 for _, block in pages)
-    return num_sinks, len(pages) - num_sinks
+                pages.add(page)
+    return Counter(
+        PageClass.SINK if page[1] == 0 else PageClass.RECENT if page in newest else PageClass.BODY
+        for page in pages
+    )
 
 
 def _slot_weights(layout: HotLayout, batch: BatchDesc) -> list[Fraction]:
     """Pages by life cycle. Every group and class has some weight."""
     weights = []
     for lc in layout.life_cycles:
-        sinks, body = _kept_pages(layout, lc.layer_group_id, batch)
-        total = Fraction(max(1, sinks + body))
-        if layout.num_classes == 2:
-            mine = sinks if lc.page_class is PageClass.SINK else body
-            total *= Fraction(max(1, mine), max(1, sinks) + max(1, body))
-        weights.append(total)
+        kept = _kept_pages(layout, lc.layer_group_id, batch)
+        total = Fraction(max(1, kept.total()))
+        if PageClass.SINK not in layout.page_classes:
+            kept[PageClass.BODY] += kept.pop(PageClass.SINK, 0)
+        own = {it: max(1, kept[it]) for it in layout.page_classes}
+        weights.append(total * Fraction(own[lc.page_class], sum(own.values())))
     return weights
 
 
@@ -99,7 +113,7 @@ def _group_page_bytes(layout: HotLayout, layer_group: int) -> int:
 
 def _by_group(layout: HotLayout, batch: BatchDesc) -> list[int]:
     """The pages of a batch by layer group."""
-    return [sum(_kept_pages(layout, g, batch)) for g in range(len(layout.layer_groups))]
+    return [_kept_pages(layout, g, batch).total() for g in range(len(layout.layer_groups))]
 
 
 def _as_bytes(layout: HotLayout, pages: Sequence[int]) -> tuple[Fraction, ...]:
@@ -292,6 +306,18 @@ def test_sinks_are_one_page_a_sequence_and_the_body_is_the_rest() -> None:
     # One of 1,024 blocks.
     made = Partition(layout, _PER_BLOCK, initial_pool_ratio=(7,))
     assert made.cold_byte_weights(cold, [100, 25]) == _shares([100, 1023 * 25])
+
+
+def test_recent_pages_are_so_many_a_sequence_and_the_one_that_is_not_full() -> None:
+    layout = hot_layout([_layer(0, 100)], separate_sinks=True, num_recent_blocks=2)
+    # Whole pages share a pool group: 3 first blocks, and 3 + 1 + 1 newest ones; 6 are packed.
+    cold = cold_layout([100, 25, 100])
+    assert cold.pool_group_of == (0, 1, 0)
+    made = Partition(layout, _PER_BLOCK, typical_step=_batch((40, 40), (8, 8), (7, 0)))
+    assert made.cold_byte_weights(cold, [100, 25]) == _shares([8 * 100, 6 * 25])
+    # One sequence of 1,024 blocks.
+    made = Partition(layout, _PER_BLOCK)
+    assert made.cold_byte_weights(cold, [100, 25]) == _shares([4 * 100, 1020 * 25])
 
 
 def test_the_sinks_of_a_shared_prompt_are_one_page() -> None:

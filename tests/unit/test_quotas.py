@@ -46,6 +46,7 @@ from coldpage.types import (
     CacheLevel,
     CacheTier,
     LayerId,
+    PageClass,
     PoolGroupIndex,
 )
 from tests.property.setups import disk_slot_bytes
@@ -497,19 +498,24 @@ def test_the_average_leans_to_the_newest_samples(
 # ---------------------------------------------------------------------- the longest sequence
 
 
-def _naive_tokens(layout: HotLayout, limits: Sequence[int]) -> int:
+def _naive_tokens(
+    layout: HotLayout, pool_group_of: Sequence[PoolGroupIndex], limits: Sequence[int]
+) -> int:
     """Block after block, as long as what is live fits."""
+    classes = layout.page_classes
     for num_blocks in range(1, 400):
         used = [0] * len(limits)
         for group in layout.layer_groups:
             num_tokens = num_blocks * _PER_BLOCK
             stale = group.stale_blocks(num_tokens, _PER_BLOCK)
-            pool_group = next(
-                lc.hot_pool_group
-                for lc in layout.life_cycles
-                if lc.layer_group_id == group.layer_group_id
-            )
-            used[pool_group] += sum(block not in stale for block in range(num_blocks))
+            for block in set(range(num_blocks)) - set(stale):
+                page_class = PageClass.BODY
+                if block >= num_blocks - layout.num_recent_blocks:
+                    page_class = PageClass.RECENT
+                if block == 0 and PageClass.SINK in classes:
+                    page_class = PageClass.SINK
+                first = layout.num_classes * group.layer_group_id
+                used[pool_group_of[first + classes.index(page_class)]] += 1
         if any(n > limit for n, limit in zip(used, limits, strict=True)):
             return (num_blocks - 1) * _PER_BLOCK
     raise AssertionError("a sequence without an end")
@@ -539,5 +545,26 @@ def test_the_longest_sequence_is_the_last_that_fits(
         max(g.num_block_pages, int(Fraction(utilization) * g.slots.num_slots)) for g in groups
     ]
     assert max_sequence_tokens(layout, level, _PER_BLOCK, utilization) == _naive_tokens(
-        layout, limits
+        layout, of_life_cycle, limits
     )
+
+
+@given(
+    separate=st.booleans(),
+    num_recent=st.sampled_from([0, 1, 4]),
+    sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    mapping=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_the_longest_sequence_of_a_level_whose_classes_lie_apart(
+    separate: bool, num_recent: int, sizes: list[int], mapping: list[int]
+) -> None:
+    layers = [_layer(0, 192), _layer(1, 64, 16, 5)]
+    layout = hot_layout(layers, separate_sinks=separate, num_recent_blocks=num_recent)
+    groups = tuple(
+        PoolGroup(HOT_LEVEL, PoolGroupIndex(index), SlotAllocator(size), (), 1)
+        for index, size in enumerate(sizes)
+    )
+    pool_group_of = tuple(PoolGroupIndex(index) for index in mapping[: len(layout.life_cycles)])
+    level = LevelPools(HOT_LEVEL, CacheTier.GPU, "hot", groups, pool_group_of, None)
+    found = max_sequence_tokens(layout, level, _PER_BLOCK, 1.0)
+    assert found == _naive_tokens(layout, pool_group_of, sizes)

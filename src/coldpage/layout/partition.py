@@ -75,14 +75,14 @@ def _batch_pages(
         )
 
     num_first, num_rest = num_pages(0, 1), num_pages(1, max(n for n, _ in sequences))
-    num_newest = num_recent_blocks + 1 if num_recent_blocks else 0
-    num_recent = min(
-        num_rest,
-        sum(
-            _num_kept(max(1, num_blocks - num_newest), num_blocks, stale)
-            for num_blocks, stale in sequences
-        ),
-    )
+    num_recent = 0
+    if num_recent_blocks:
+        # Of the shared blocks those that are among the newest of the shortest sequence.
+        newest_from = [max(1, n - num_recent_blocks - 1) for n, _ in sequences]
+        num_recent = _num_kept(min(newest_from), num_shared, stale_for_all) + sum(
+            _num_kept(max(start, num_shared), num_blocks, stale)
+            for start, (num_blocks, stale) in zip(newest_from, sequences, strict=True)
+        )
     return _Pages(num_first, num_rest - num_recent, num_recent)
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from coldpage.config import KVCacheManagerConfig
 from coldpage.layout import ColdLayout, HotLayout, Partition, slot_counts
 from coldpage.pools import LevelPools
-from coldpage.types import BlockOrdinal
+from coldpage.types import BlockOrdinal, HalfOpenRange, PageClass
 
 __all__ = ["Quotas", "Weights", "max_sequence_tokens"]
 
@@ -22,6 +22,7 @@ def max_sequence_tokens(
     """The longest sequence whose live blocks fit the level at ``max_utilization``. Of whole blocks,
     so the newest are those of its class RECENT.
     """
+    has_sinks = PageClass.SINK in layout.page_classes
     limits = {group: group.max_locked_slots(max_utilization) for group in level.groups}
     groups_of = [
         [
@@ -40,11 +41,13 @@ def max_sequence_tokens(
             num_tokens = num_blocks * tokens_per_block
             live = layer_group.live_blocks(num_tokens, tokens_per_block)
             stale = layer_group.stale_blocks(num_tokens, tokens_per_block)
-            has_first = int(num_blocks > 0 and 0 not in stale)
-            num_recent = min(layout.num_recent_blocks, live - has_first)
-            used[first] += has_first
+            num_sinks = int(has_sinks and num_blocks > 0 and 0 not in stale)
+            start = max(num_sinks, num_blocks - layout.num_recent_blocks)
+            seen_no_more = HalfOpenRange(max(start, stale.start), min(num_blocks, stale.stop))
+            num_recent = num_blocks - start - len(seen_no_more)
+            used[first] += num_sinks
             used[recent] += num_recent
-            used[body] += live - has_first - num_recent
+            used[body] += live - num_sinks - num_recent
         return all(used[group] <= limit for group, limit in limits.items())
 
     low, high = 0, 1
