@@ -56,6 +56,7 @@ def own_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--text", "gone.txt"], "there is no text in 'gone.txt'"),
         (["--write", "gone.md"], "the document gone.md can not be read"),
         (["--json", "/gone/rows"], "can not write to /gone/rows: No such file or directory"),
+        (["--study", "--recent-blocks", "4"], "--study has settings of its own for newest blocks"),
     ],
 )
 def test_what_can_not_be_is_one_sentence_at_once(arguments: list[str], sentence: str) -> None:
@@ -107,6 +108,23 @@ def test_the_table_is_printed_appended_and_written(small_model: Path, tmp_path: 
         assert f"{int8['perplexity']:.3f}" in written
         assert f"{int8['perplexity']:.3f}" in result.stdout
     assert "256 tokens" in written and "512 tokens" in written
+
+
+def test_recent_blocks_are_left_as_they_are(small_model: Path, tmp_path: Path) -> None:
+    flags = f"{small_model} --codec int4-block --tokens 256 --places 1 --needles 0 --repeats 0"
+    divergences = []
+    for number, recent in enumerate(("", " --recent-blocks 8")):
+        rows = tmp_path / f"rows{number}.jsonl"
+        result = run(*(flags + recent).split(), "--json", str(rows))
+        assert result.exit_code == 0, result.output
+        assert ("the newest 8 blocks are kept whole" in result.stdout) == bool(recent)
+        record = json.loads(rows.read_text().splitlines()[0])
+        assert record["num_recent_blocks"] == (8 if recent else 0)
+        assert (" --recent-blocks 8" in record["command"]) == bool(recent)
+        divergences.append(record["kl_mean"])
+    assert 0.0 < divergences[1] < divergences[0]
+    result = run(*flags.split(), "--recent-blocks", "16")
+    assert "int4-block keeps all 16 blocks of 256 tokens as they are" in result.stderr
 
 
 @pytest.mark.model

@@ -12,7 +12,8 @@ __all__ = ["ForgetfulCodec", "RoundingCodec"]
 
 
 class RoundingCodec(PageCodec):
-    """Keeps so many bits of each f32 number, the highest, in whole words; sinks stay whole.
+    """Keeps so many bits of each f32 number, the highest, in whole words; sinks and recent pages
+    stay whole.
 
     ``is_lossless`` is what it is told to say. It remembers the pages that it has packed.
     """
@@ -27,7 +28,7 @@ class RoundingCodec(PageCodec):
         self.packed: list[tuple[LifeCycleDesc, list[int]]] = []
 
     def representative(self, hot: HotPages) -> LifeCycleId:
-        """Sinks are not packed alike."""
+        """Classes are not packed alike."""
         return hot.alike
 
     def cold_bytes(self, hot: HotPages) -> int:
@@ -38,7 +39,7 @@ class RoundingCodec(PageCodec):
         """Round to the bits that stay."""
         assert ordinals is not None
         self.packed.append((hot.life_cycle, ordinals.tolist()))
-        if hot.life_cycle.page_class is PageClass.SINK:
+        if hot.life_cycle.page_class is not PageClass.BODY:
             return pages
         drop = np.uint32(32 - self._num_bits)
         words = np.ascontiguousarray(pages).view(np.uint32)

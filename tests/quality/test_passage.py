@@ -70,8 +70,11 @@ def run(
     blocks: HalfOpenRange = ALL,
     *,
     separates_sinks: bool = True,
+    num_recent_blocks: int = 0,
 ) -> None:
-    passage = Passage(store, codec, separates_sinks=separates_sinks)
+    passage = Passage(
+        store, codec, separates_sinks=separates_sinks, num_recent_blocks=num_recent_blocks
+    )
     passage.run(NUM_BLOCKS, blocks)
     passage.close()
 
@@ -131,6 +134,14 @@ def test_pages_come_as_the_class_and_the_block_that_they_are(store: HotStore) ->
     seen = {lc.page_class: blocks for lc, blocks in codec.packed}
     # Layer groups of one pool group that are packed alike share a call.
     assert seen == {PageClass.SINK: [0], PageClass.BODY: [*range(1, 10), 8, 9]}
+    codec = RoundingCodec(32)
+    run(store, codec, num_recent_blocks=3)
+    seen = {lc.page_class: blocks for lc, blocks in codec.packed}
+    assert seen == {
+        PageClass.SINK: [0],
+        PageClass.BODY: [*range(1, 7)],
+        PageClass.RECENT: [7, 8, 9, 8, 9],
+    }
     codec = RoundingCodec(32)
     run(store, codec, HalfOpenRange(0, 9), separates_sinks=False)
     assert [(lc.page_class, blocks) for lc, blocks in codec.packed] == [

@@ -84,6 +84,15 @@ def _token_counts(
     help="Tokens a block.",
 )
 @click.option(
+    "--recent-blocks",
+    "num_recent_blocks",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="BLOCKS",
+    help="How many of the newest blocks codecs leave as they are.",
+)
+@click.option(
     "--study",
     "is_study",
     is_flag=True,
@@ -108,6 +117,7 @@ def quality(
     codecs: tuple[str, ...],
     context_tokens: tuple[int, ...],
     text: str,
+    num_recent_blocks: int,
     is_study: bool,
     is_verbose: bool,
     json_path: Path | None,
@@ -139,6 +149,7 @@ def quality(
             codecs=codecs,
             context_tokens=context_tokens,
             text=text,
+            num_recent_blocks=num_recent_blocks,
             evaluation=EvaluationOptions(**evaluation),
             is_study=is_study,
             is_verbose=is_verbose,

@@ -115,7 +115,7 @@ def _check_sizes(
             f"{model.context_tokens:,} at most"
         )
     for setting in settings:
-        if not setting.blocks(options.num_blocks):
+        if setting.num_recent_blocks >= options.num_blocks:
             raise ConfigurationError(
                 f"{setting.name} keeps all {options.num_blocks} blocks of {options.num_tokens:,} "
                 "tokens as they are: use a longer context"
@@ -138,7 +138,12 @@ def _opened(
         store = HotStore(device, layers, block, options.num_blocks, -(-behind // block))
         subjects = []
         for setting in settings:
-            passage = Passage(store, setting.make(pages), separates_sinks=setting.separates_sinks)
+            passage = Passage(
+                store,
+                setting.make(pages),
+                separates_sinks=setting.separates_sinks,
+                num_recent_blocks=setting.num_recent_blocks,
+            )
             subjects.append(_Subject(setting, stack.enter_context(contextlib.closing(passage))))
         yield _Evaluation(model, pages, ContextReader(model, store), subjects, options, on_step)
 
@@ -226,7 +231,7 @@ class _Evaluation:
     def _pass(self, subject: _Subject, num_tokens: int) -> HalfOpenRange:
         """The context's blocks that have come back now."""
         num_blocks = num_tokens // self._options.tokens_per_block
-        blocks = subject.setting.blocks(num_blocks)
+        blocks = HalfOpenRange(0, num_blocks)
         subject.passage.run(num_blocks, blocks)
         if subject.passage.is_lossless and not self._reader.are_equal(num_tokens, blocks):
             raise CodecError(

@@ -142,9 +142,13 @@ class HotStore:
         """Where they come back."""
         return (ordinals + self._first_slot(layer_group_id) + self.max_blocks).astype(np.int32)
 
-    def layout(self, *, separates_sinks: bool) -> HotLayout:
-        """With a life cycle of its own for the first block's pages or not; the bytes are alike."""
-        return hot_layout(self.layers, separate_sinks=separates_sinks)
+    def layout(self, *, separates_sinks: bool, num_recent_blocks: int = 0) -> HotLayout:
+        """With life cycles of their own for the first block's pages and the newest blocks', or not;
+        the bytes are alike.
+        """
+        return hot_layout(
+            self.layers, separate_sinks=separates_sinks, num_recent_blocks=num_recent_blocks
+        )
 
     def describe(self, layout: HotLayout) -> list[PoolGroupDesc]:
         """The hot pool groups in index order, with the life cycles of ``layout``."""

@@ -13,8 +13,9 @@ __all__ = ["QualityOptions"]
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """``codecs`` empty: every one there is. ``evaluation`` is for each of ``context_tokens``; a
-    study has so many settings that it asks for no needles and measures no speed.
+    """``codecs`` empty: every one there is. The newest ``num_recent_blocks`` of a context stay
+    whole. ``evaluation`` is for each of ``context_tokens``; a study has so many settings that it
+    asks for no needles and measures no speed.
     """
 
     model: str | None = None
@@ -22,6 +23,7 @@ class QualityOptions:
     context_tokens: tuple[int, ...] = (2048,)
     text: str = COMMITTED
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    num_recent_blocks: int = 0
     is_study: bool = False
     is_verbose: bool = False
     json_path: Path | None = None
@@ -42,6 +44,7 @@ class QualityOptions:
         words += [f"--codec {codec}" for codec in self.codecs]
         tokens = ",".join(map(str, self.context_tokens))
         changed = (
+            ("--recent-blocks", self.num_recent_blocks, not self.num_recent_blocks),
             ("--tokens", tokens, self.context_tokens == defaults.context_tokens),
             ("--text", self.text, self.text == defaults.text),
             ("--places", own.num_places, own.num_places == usual.num_places),

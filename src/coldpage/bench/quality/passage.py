@@ -33,14 +33,24 @@ class _Call:
 
 class Passage:
     """A codec that is consumed here, between the two parts of ``store``. ``separates_sinks``: the
-    first block's pages are a class of their own, as ``separate_sink_pages`` has it.
+    first block's pages are a class of their own, as ``separate_sink_pages`` has it; and so are
+    those of the ``num_recent_blocks`` at the end of a context.
 
     Raises CodecError where the codec refuses the store.
     """
 
-    def __init__(self, store: HotStore, codec: ColdPageCodec, *, separates_sinks: bool) -> None:
+    def __init__(
+        self,
+        store: HotStore,
+        codec: ColdPageCodec,
+        *,
+        separates_sinks: bool,
+        num_recent_blocks: int = 0,
+    ) -> None:
         self.store = store
-        self._layout = store.layout(separates_sinks=separates_sinks)
+        self._layout = store.layout(
+            separates_sinks=separates_sinks, num_recent_blocks=num_recent_blocks
+        )
         self.configured = configure_taken(codec, store.describe(self._layout))
         self._calls = CodecCalls(store.device, [self.configured])
         self._stream = store.device.create_stream("quality")
@@ -97,8 +107,8 @@ class Passage:
         )
 
     def body_ratio(self) -> float:
-        """Bytes of cold pages over those of their hot ones: of all blocks but the first, where that
-        is a class of its own.
+        """Bytes of cold pages over those of their hot ones: of all blocks but the first and the
+        newest, where those are classes of their own.
         """
         body = [lc for lc in self._layout.life_cycles if lc.page_class is PageClass.BODY]
         cold = sum(self.configured.cold_page_bytes[lc.life_cycle_id] for lc in body)
@@ -118,8 +128,15 @@ class Passage:
         for group in self.store.layer_groups:
             live = self.store.live_ordinals(group, num_blocks)
             live = live[(live >= blocks.start) & (live < blocks.stop)]
+            recent_from = num_blocks - self._layout.num_recent_blocks
             life_cycles = np.array(
-                [self._layout.life_cycle_of(group, BlockOrdinal(block)) for block in live], np.int16
+                [
+                    self._layout.life_cycle_of(
+                        group, BlockOrdinal(block), is_recent=block >= recent_from
+                    )
+                    for block in live
+                ],
+                np.int16,
             )
             firsts = self.configured.representative[life_cycles]
             for first in np.unique(firsts):

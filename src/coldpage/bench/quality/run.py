@@ -31,7 +31,7 @@ def run_quality(options: QualityOptions, console: Console) -> None:
     """Measure, print the tables, and write what is asked for. Blocks for minutes. Raises
     ColdpageError.
     """
-    _check_files(options)
+    _check_options(options)
     _check_names(options.codecs)
     texts = load_texts(options.text)
     source = find_model(options.model)
@@ -62,8 +62,12 @@ def run_quality(options: QualityOptions, console: Console) -> None:
         replace_generated(options.document, options.command, summary.markdown())
 
 
-def _check_files(options: QualityOptions) -> None:
+def _check_options(options: QualityOptions) -> None:
     """Before minutes are spent."""
+    if options.is_study and options.num_recent_blocks:
+        raise ConfigurationError(
+            "--study has settings of its own for newest blocks: leave --recent-blocks out"
+        )
     if options.document is not None:
         check_document(options.document, options.command)
     if options.json_path is not None:
@@ -95,7 +99,8 @@ def _settings(
         say("what keys are on average, as they are stored")
         settings = study_settings(names, stored_key_means(model))
     else:
-        settings = [_by_name(spec) for spec in options.codecs or codec_names()]
+        specs = options.codecs or codec_names()
+        settings = [_by_name(spec, options.num_recent_blocks) for spec in specs]
     taken, refusals = [], []
     for setting in settings:
         try:
@@ -109,5 +114,7 @@ def _settings(
     return taken, refusals
 
 
-def _by_name(spec: str) -> CodecSetting:
-    return CodecSetting(spec, lambda pages: create_codec(spec, pages))
+def _by_name(spec: str, num_recent_blocks: int) -> CodecSetting:
+    return CodecSetting(
+        spec, lambda pages: create_codec(spec, pages), num_recent_blocks=num_recent_blocks
+    )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from coldpage.codecs import ColdPageCodec, ModelPages, NumberType
-from coldpage.types import HalfOpenRange
 
 __all__ = ["CodecSetting", "EvaluationOptions", "with_number_type"]
 
@@ -17,17 +16,13 @@ class CodecSetting:
 
     ``make`` returns a new codec for a model's pages: in f32, for what it does to the model, and in
     bf16, for its size and speed. With ``separates_sinks`` the first block is a page class of its
-    own. The ``num_recent_blocks`` at the end stay as they are.
+    own, and so are the ``num_recent_blocks`` at the end.
     """
 
     name: str
     make: Callable[[ModelPages], ColdPageCodec]
     separates_sinks: bool = True
     num_recent_blocks: int = 0
-
-    def blocks(self, num_blocks: int) -> HalfOpenRange:
-        """Those of a context that go through the codec, if the sequence keeps them."""
-        return HalfOpenRange(0, max(0, num_blocks - self.num_recent_blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from coldpage.bench.rows import median, timed_ms
 from coldpage.codecs import ModelPages, NumberType
 from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel, manager_layers
-from coldpage.types import LayerId
+from coldpage.types import HalfOpenRange, LayerId
 
 __all__ = ["SpeedBench", "SpeedSamples"]
 
@@ -23,7 +23,7 @@ __all__ = ["SpeedBench", "SpeedSamples"]
 @dataclass(frozen=True, slots=True)
 class SpeedSamples:
     """Milliseconds for ``num_bytes`` of hot pages in bf16, and for a copy of as many by one thread,
-    in turn. ``ratio`` is what of them a cold page has, where the codec does not copy it as a sink.
+    in turn. ``ratio`` is what of them a cold page has, where it is neither a sink nor recent.
     """
 
     num_bytes: int
@@ -72,9 +72,12 @@ class SpeedBench:
         and ConfigurationError where the codec refuses the pages.
         """
         num_blocks, num_repeats = self._store.max_blocks, self._options.num_repeats
-        blocks = setting.blocks(num_blocks)
+        blocks = HalfOpenRange(0, num_blocks)
         passage = Passage(
-            self._store, setting.make(self._pages), separates_sinks=setting.separates_sinks
+            self._store,
+            setting.make(self._pages),
+            separates_sinks=setting.separates_sinks,
+            num_recent_blocks=setting.num_recent_blocks,
         )
         with contextlib.closing(passage):
             num_bytes = passage.hot_bytes(num_blocks, blocks)

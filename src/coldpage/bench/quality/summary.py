@@ -94,6 +94,8 @@ class Summary:
             f"{own.tokens_per_block} go through the codec, and the next {own.num_read_tokens} are "
             "read behind them."
         )
+        if self.options.num_recent_blocks:
+            yield f"Of them the newest {self.options.num_recent_blocks} blocks are kept whole."
         known = self.calibration
         yield f"Means of keys are those of {known.num_tokens:,} tokens, {known.name}."
         if some.speed is not None:
