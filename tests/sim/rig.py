@@ -132,6 +132,16 @@ def cold_page_bytes(make: MakeCodec, layout: HotLayout) -> list[int]:
     return sizes_found
 
 
+def _layout_of(layers: tuple[AttentionLayerConfig, ...], settings: dict[str, object]) -> HotLayout:
+    num_recent_blocks = settings.get("num_recent_blocks", 0)
+    assert isinstance(num_recent_blocks, int)
+    return hot_layout(
+        layers,
+        separate_sinks=bool(settings.get("separate_sink_pages")),
+        num_recent_blocks=num_recent_blocks,
+    )
+
+
 class Rig:
     """A manager with ``hot``, ``gpu``, ``host``, ``host2`` and ``disk`` slots for each layer group
     (0: no such level), the cold ones in that ``order``, and, for the tiers, codecs that are made by
@@ -165,13 +175,7 @@ class Rig:
         self.device = simulated(seed) if device is None else device
         self._per_block = per_block
         self.layers = layers_of(kind, per_block) if isinstance(kind, str) else kind
-        num_recent_blocks = settings.get("num_recent_blocks", 0)
-        assert isinstance(num_recent_blocks, int)
-        self.layout = hot_layout(
-            self.layers,
-            separate_sinks=bool(settings.get("separate_sink_pages")),
-            num_recent_blocks=num_recent_blocks,
-        )
+        self.layout = _layout_of(self.layers, settings)
         self._copies_behind = copies_behind
         self._makes: dict[int, MakeCodec] = {}  # by level
         self.codecs: dict[str, RecordingCodec] = {}  # by whose it is
