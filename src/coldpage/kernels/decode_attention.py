@@ -50,6 +50,7 @@ class _Parts(NamedTuple):
     width: int
     num_parts: int
     dot_type: Any
+    tokens_per_block: int
 
 
 class _Tuning(NamedTuple):
@@ -86,7 +87,8 @@ def _parts_of(pages: KVPages, *, is_key: bool) -> _Parts:
         dot_type = tl.float16
     else:
         dot_type = tl.bfloat16
-    return _Parts(kind, numbers, max(_MIN_WIDTH, width), num_parts, dot_type)
+    width = max(_MIN_WIDTH, width)
+    return _Parts(kind, numbers, width, num_parts, dot_type, pages.tokens_per_block)
 
 
 def _is_gpu(tensor: torch.Tensor) -> bool:
@@ -101,7 +103,7 @@ def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
         return _Tuning(32, 1, 3, True, 12 if keys.head_dim <= 64 else 8)
     if IS_Q8_0.value in kinds:
         if keys.head_dim <= 128:
-            return _Tuning(64, 2, 3, False, 6)
+            return _Tuning(64, 2, 3, False, 6, 168)
         return _Tuning(64, 2, 3, True, 3)
     vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
     if vector_bytes <= 128:

@@ -49,9 +49,9 @@ def _log_sum(peak, total):
 
 
 @triton.jit
-def _tile_slots(table, block, stop, token, BLOCK: tl.constexpr):
-    """The slot of each token of the tile that begins with ``block``: negative from ``stop`` on."""
-    ordinal = block + token // BLOCK
+def _tile_slots(table, block, stop, ordinal):
+    """Of the tile that begins with ``block``, by ordinals in it: negative from ``stop`` on."""
+    ordinal = block + ordinal
     return tl.load(table + ordinal, mask=ordinal < stop, other=-1)
 
 
@@ -152,7 +152,8 @@ def attend_items(
     head = kv_head * GROUP + tl.arange(0, COLUMNS)
     keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
     values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
-    token = tl.arange(0, TILE)
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    token, ordinal = tl.arange(0, TILE), tl.arange(0, BLOCKS)
     for item in range(tl.load(shares + share), tl.load(shares + share + 1)):
         row = tl.load(items + item * 4)
         first, stop = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
@@ -165,15 +166,18 @@ def attend_items(
         row_start = row.to(tl.int64) * table_row
         table, sums_to = tables + row_start, block_lse + row_start * num_heads
         if IS_AHEAD:
-            next_slot = _tile_slots(table, first, stop, token, BLOCK)
-        for block in tl.range(first, stop, TILE // BLOCK, num_stages=STAGES):
+            next_slot = _tile_slots(table, first, stop, token // BLOCK)
+            next_blocks = _tile_slots(table, first, stop, ordinal)
+        for block in tl.range(first, stop, BLOCKS, num_stages=STAGES):
             if IS_AHEAD:
-                slot = next_slot
-                next_slot = _tile_slots(table, block + TILE // BLOCK, stop, token, BLOCK)
+                slot, block_slots = next_slot, next_blocks
+                next_slot = _tile_slots(table, block + BLOCKS, stop, token // BLOCK)
+                next_blocks = _tile_slots(table, block + BLOCKS, stop, ordinal)
             else:
-                slot = _tile_slots(table, block, stop, token, BLOCK)
+                slot = _tile_slots(table, block, stop, token // BLOCK)
+                block_slots = _tile_slots(table, block, stop, ordinal)
             live = _is_live(slot, block * BLOCK + token, length, settings, HAS_WINDOW)
-            places = (slot.to(tl.int64), token % BLOCK, slot >= 0, live)
+            places = (slot.to(tl.int64), token % BLOCK, live, block_slots)
             score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
             score = _masked(score, live, settings, HAS_SOFTCAP)
             if WANT_MASS:

@@ -221,7 +221,8 @@ def scores_of(
     WIDTH: tl.constexpr = PARTS[2]
     NUM: tl.constexpr = PARTS[3]
     DOT: tl.constexpr = PARTS[4]
-    page, offset, has_page, live = places
+    page, offset, live, _ = places
+    has_page = page >= 0
     values, scales = keys
     column = tl.arange(0, WIDTH)
     at = values + page * strides[0] + offset * strides[1]
@@ -259,6 +260,23 @@ def scores_of(
 
 
 @triton.jit
+def _load_columns(values, slots, strides, part: tl.constexpr, PARTS: tl.constexpr):
+    """A part of a tile's packed values, [numbers, tokens], by slots [blocks]. In a page it is one
+    stretch, which a warp reads at once: were tokens of a tile beside each other, a thread would
+    read of another page than its neighbour."""
+    NUMBERS: tl.constexpr = PARTS[1]
+    WIDTH: tl.constexpr = PARTS[2]
+    BLOCK: tl.constexpr = PARTS[5]
+    BLOCKS: tl.constexpr = slots.shape[0]
+    byte = tl.arange(0, WIDTH * BLOCK)
+    at = values + slots.to(tl.int64) * strides[0] + part * strides[3]
+    mask = (slots >= 0)[:, None] & (byte < NUMBERS * BLOCK)[None, :]
+    stretches = tl.load(at[:, None] + byte[None, :], mask=mask, other=0)
+    columns = tl.permute(tl.reshape(stretches, [BLOCKS, WIDTH, BLOCK]), [1, 0, 2])
+    return tl.reshape(columns, [WIDTH, BLOCKS * BLOCK])
+
+
+@triton.jit
 def add_values(
     sums, weights, values, strides, places, codebook, PARTS: tl.constexpr, IS_ASM: tl.constexpr
 ):
@@ -268,12 +286,12 @@ def add_values(
     WIDTH: tl.constexpr = PARTS[2]
     NUM: tl.constexpr = PARTS[3]
     DOT: tl.constexpr = PARTS[4]
-    page, offset, has_page, live = places
+    page, offset, live, slots = places
     pages, scales = values
-    column = tl.arange(0, WIDTH)
-    at = pages + page * strides[0] + offset * strides[1]
     result = ()
     if KIND == IS_PLAIN:
+        column = tl.arange(0, WIDTH)
+        at = pages + page * strides[0] + offset * strides[1]
         mask = live[:, None] & (column < NUMBERS)[None, :]
         numbers = tl.load(at[:, None] + column[None, :], mask=mask, other=0).to(DOT)
         product = tl.dot(tl.trans(numbers), weights.to(DOT), sums[0], input_precision="ieee")
@@ -281,8 +299,8 @@ def add_values(
     elif KIND == IS_Q8_0:
         words = _scale_words(scales, page * strides[5] + offset * strides[6], live, NUM)
         for part in tl.static_range(NUM):
-            to = at[None, :] + (part * strides[3] + column[:, None] * strides[4])
-            numbers = _numbers(tl.load(to, mask=has_page[None, :], other=0), DOT, IS_ASM)
+            codes = _load_columns(pages, slots, strides, part, PARTS)
+            numbers = _numbers(codes, DOT, IS_ASM)
             scaled = (weights * _scale(words, offset, part, NUM)[:, None]).to(DOT)
             result = result + (tl.dot(numbers, scaled, sums[part], input_precision="ieee"),)
     else:
@@ -290,8 +308,7 @@ def add_values(
         words = _scale_words(scales, page * strides[5] + offset * strides[6], live, SCALES)
         totals = ()
         for part in tl.static_range(SCALES):
-            to = at[None, :] + (part * strides[3] + column[:, None] * strides[4])
-            codes = tl.load(to, mask=has_page[None, :], other=0)
+            codes = _load_columns(pages, slots, strides, part, PARTS)
             low, high = _offset_halves(codes, codebook, DOT, IS_ASM)
             scaled = (weights * _scale(words, offset, part, SCALES)[:, None]).to(DOT)
             result = result + (
