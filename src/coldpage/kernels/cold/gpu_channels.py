@@ -16,7 +16,6 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_codes,
     int4_parameters,
     int4_word,
-    inverse_of,
     nibble_numbers,
     nibble_offset,
     word_halves,
@@ -97,9 +96,10 @@ def _channel_codes(numbers, mean, is_token, TILES: tl.constexpr):
     if not TILES.is_whole:
         least = tl.where(is_token[:, None], numbers, F16_LIMIT)
         most = tl.where(is_token[:, None], numbers, -F16_LIMIT)
-    scale, minimum = int4_parameters(tl.min(least, 0) - mean, tl.max(most, 0) - mean)
+    least, most = tl.min(least, 0) - mean, tl.max(most, 0) - mean
+    scale, minimum, inverse = int4_parameters(least, most)
     start = (minimum.to(tl.float32) + mean)[None, :]
-    codes = int4_codes(numbers, inverse_of(scale)[None, :], start, TILES.is_asm)
+    codes = int4_codes(numbers, inverse[None, :], start, TILES.is_asm)
     return codes, int4_word(scale, minimum)
 
 

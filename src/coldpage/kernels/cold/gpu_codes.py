@@ -18,7 +18,6 @@ __all__ = [
     "int4_codes",
     "int4_parameters",
     "int4_word",
-    "inverse_of",
     "largest",
     "nibble_numbers",
     "nibble_offset",
@@ -60,14 +59,18 @@ def scaled_codes(low, high, TILES: tl.constexpr):
     """Codes of 8 bits, for f32 halves, and scales f16 [rows, 1]."""
     if TILES.kind == IS_FP8:
         scale = _rounded_up(largest(low, high) * _PER_FP8_MAX)[:, None]
-        inverse = inverse_of(scale)
+        inverse = _inverse_of(scale)
         low = _fp8_codes(low * inverse, TILES.is_asm)
         high = _fp8_codes(high * inverse, TILES.is_asm)
     else:
-        scale = _rounded_up(largest(low, high) * _PER_127)[:, None]
-        inverse = inverse_of(scale)
-        low = whole_numbers(low, inverse, 127.0, TILES.is_asm)
-        high = whole_numbers(high, inverse, 127.0, TILES.is_asm)
+        most = largest(low, high)
+        scale = _rounded_up(most * _PER_127)
+        inverse = inverse_within(scale, most, 127.0)[:, None]
+        low, high, scale = (
+            whole_numbers(low, inverse),
+            whole_numbers(high, inverse),
+            scale[:, None],
+        )
     return low, high, scale
 
 
@@ -141,10 +144,9 @@ def nibble_offset(IS_ASM: tl.constexpr):
 
 
 @triton.jit
-def whole_numbers(numbers, factor, MOST: tl.constexpr, IS_ASM: tl.constexpr):
-    """The nearest whole numbers to ``numbers * factor`` from -MOST to MOST."""
-    part = _limited(numbers, factor * (0.5 / MOST), 0.5, IS_ASM)
-    return (part * (2.0 * MOST) + (_WHOLE - MOST)).to(tl.int32, bitcast=True)
+def whole_numbers(numbers, factor):
+    """The nearest whole numbers to products below 2^22, half to even."""
+    return (numbers * factor + _WHOLE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -182,36 +184,30 @@ def _fp8_numbers(codes, IS_ASM: tl.constexpr):
 
 @triton.jit
 def int4_parameters(least, most):
-    """The scale and the minimum for numbers between two limits, f16."""
+    """For numbers between two limits the scale and the minimum, f16, and the inverse of the
+    scale."""
     minimum = _rounded_down(least)
-    scale = _rounded_up((most - minimum.to(tl.float32)) * (1 / 15))
-    return scale, minimum
+    above = most - minimum.to(tl.float32)
+    scale = _rounded_up(above * (1 / 15))
+    return scale, minimum, inverse_within(scale, above, 15.0)
 
 
 @triton.jit
 def int4_codes(numbers, inverse, minimum, IS_ASM: tl.constexpr):
     """Codes from 0 to 15, by the inverse of the scale and the minimum, both f32."""
-    unit = inverse * (1 / 15)
-    return (_limited(numbers, unit, -minimum * unit, IS_ASM) * 15.0 + _WHOLE).to(
-        tl.int32, bitcast=True
-    )
-
-
-@triton.jit
-def _limited(numbers, factor, summand, IS_ASM: tl.constexpr):
-    """``numbers * factor + summand`` from 0 to 1, in one instruction."""
+    unit = inverse * (1 / 16)
     if IS_ASM:
-        result = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, $2, $3;",
+        part = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",  # from 0 to 1
             "=f,f,f,f",
-            [numbers, factor, summand],
+            [numbers, unit, -minimum * unit],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
     else:
-        result = tl.minimum(tl.maximum(numbers * factor + summand, 0.0), 1.0)
-    return result
+        part = tl.maximum(numbers * unit - minimum * unit, 0.0)
+    return whole_numbers(part, 16.0)
 
 
 @triton.jit
@@ -243,9 +239,15 @@ def _rounded_down(wanted):
 
 
 @triton.jit
-def inverse_of(scale):
-    """f32 of f16, nearly: a division takes ten instructions. Where the scale is 0, so are the
-    numbers."""
+def inverse_within(scale, most, MOST: tl.constexpr):
+    """f32 of a scale f16 with which numbers up to ``most`` have codes up to MOST, also where f16
+    has no scale as large."""
+    return tl.where(scale.to(tl.float32) < F16_LIMIT, _inverse_of(scale), MOST / most)
+
+
+@triton.jit
+def _inverse_of(scale):
+    """Nearly: a division takes ten instructions. Where the scale is 0, so are the numbers."""
     wide = scale.to(tl.float32)
     root = tl.rsqrt(tl.where(wide > 0, wide, 1.0))
     return root * root

@@ -22,7 +22,6 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_codes,
     int4_parameters,
     int4_word,
-    inverse_of,
     nibble_numbers,
     nibble_offset,
     scaled_codes,
@@ -104,9 +103,9 @@ def _pack_tokens(cold, low, high, rows, TILES: tl.constexpr):
         # Limits of f16 are those of what comes of it.
         least = tl.minimum(tl.where(in_low, low, F16_LIMIT), tl.where(in_high, high, F16_LIMIT))
         most = tl.maximum(tl.where(in_low, low, -F16_LIMIT), tl.where(in_high, high, -F16_LIMIT))
-        scale, minimum = int4_parameters(tl.min(least, 1), tl.max(most, 1))
+        scale, minimum, inverse = int4_parameters(tl.min(least, 1), tl.max(most, 1))
         words = words + (int4_word(scale, minimum),)
-        inverse = inverse_of(scale)[:, None]
+        inverse = inverse[:, None]
         minimum = minimum.to(tl.float32)[:, None]
         low_codes = tl.where(in_low, int4_codes(low, inverse, minimum, TILES.is_asm), low_codes)
         high_codes = tl.where(in_high, int4_codes(high, inverse, minimum, TILES.is_asm), high_codes)
