@@ -122,9 +122,10 @@ class _ConcatCodec(ColdPageCodec):
         """Let the device get ready for the copies that it makes itself."""
         for shape in {id(shape): shape for shape in self._shapes.values()}.values():
             if shape.location is PageIndexLocation.DEVICE:
+                anywhere = MemAddress(int(shape.hot_base[0, 0]))
                 for is_encode in (True, False):
-                    parts = shape.parts(MemAddress(0), is_encode=is_encode)
-                    stream.copy_pages(parts, DeviceArray(MemAddress(0), 0))
+                    parts = shape.parts(anywhere, is_encode=is_encode)
+                    stream.copy_pages(parts, DeviceArray(anywhere, 0))
 
     def encode(
         self,

@@ -225,8 +225,9 @@ class PackedCall:
 def prepare_page(page: PackedPage, stream: Stream, prepared: PreparedPages) -> None:
     """Do once what a page's first call would else wait for. Blocks."""
     if page.has_copied:
-        for parts in (page.parts_to_cold(MemAddress(0)), page.parts_to_hot(MemAddress(0))):
-            stream.copy_pages(parts, DeviceArray(MemAddress(0), 0))
+        anywhere = page.hot_address
+        for parts in (page.parts_to_cold(anywhere), page.parts_to_hot(anywhere)):
+            stream.copy_pages(parts, DeviceArray(anywhere, 0))
     if page.is_all_copied:
         return
 

@@ -131,6 +131,11 @@ class PackedPage:
         """Whether some of the page is not packed."""
         return bool(self._copied)
 
+    @property
+    def hot_address(self) -> MemAddress:
+        """Where a pool of hot pages begins."""
+        return self._spans[0].pool.base_address
+
     def parts_to_cold(self, cold_base: MemAddress) -> PageParts:
         """What is copied on the way to the cold pages at ``cold_base``. There is something."""
         parts = [*self._copied, *self._filler]

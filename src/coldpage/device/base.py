@@ -174,7 +174,7 @@ class Stream(abc.ABC):
         SubmissionError; then a part of the pages may have been enqueued.
 
         With no pairs nothing is enqueued: what copies of such parts would else wait for at first,
-        such as compiling, is done, and may block.
+        such as compiling, is done, and may block. Addresses of memory are to be given all the same.
         """
 
     @abc.abstractmethod
