@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from coldpage.engine.messages import (
     StartFailed,
     Stats,
 )
-from coldpage.engine.process import main
+from coldpage.engine.process import _build, main
 from coldpage.manager import KVCacheManager
 from tests.engine.engine_peer import Peer, RunningEngine, generate, listening
 from tests.engine.tiny_tokenizers import byte_level
@@ -145,6 +146,16 @@ def test_keys_and_values_in_types_of_their_own_are_served(tiny: TinyModel, tmp_p
     assert [one.cache_types for one in ready] == ["", "keys as q8_0 and values as f16", ""]
     assert ready[0].instance_id == ready[2].instance_id != ready[1].instance_id
     assert ready[1].tiers[0].capacity_tokens > 2 * ready[0].tiers[0].capacity_tokens
+
+
+def test_recent_blocks_are_those_of_the_settings(tiny: TinyModel, tmp_path: Path) -> None:
+    settings = settings_for(
+        tiny, tmp_path, host_bytes=200 * BLOCK_BYTES, host_codec="int8", num_recent_blocks=3
+    )
+    with contextlib.ExitStack() as stack:
+        _, manager, described = _build(settings, lambda line: None, stack)
+        assert manager.config.num_recent_blocks == 3
+        assert described.endswith(", the newest 3 full blocks and the last one whole")
 
 
 def test_packed_cold_pages_are_served(tiny: TinyModel, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 
 from coldpage.codecs import create_codec
-from coldpage.engine import replay, runner
+from coldpage.engine import demo, replay, runner
 from coldpage.engine import verify as verification
+from coldpage.engine.assembly import build_manager
 from coldpage.engine.codec_replay import CodecReplay
 from coldpage.engine.cold_codecs import ColdCodecs
 from coldpage.engine.demo import run_demo
@@ -26,6 +27,7 @@ from coldpage.engine.random_model import SMALL, random_model, write_random_model
 from coldpage.engine.recording import RecordedRestore, Recorder
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.engine.verify import run_verify
+from coldpage.manager import KVCacheManager
 from coldpage.migration.disk_reads import DiskReads
 from coldpage.sequence import KVCache
 from coldpage.types import BlockOrdinal, LayerGroupId
@@ -323,10 +325,22 @@ def test_a_bad_blob_that_nobody_damaged_is_said_to_be_one(
     assert "did not have the effect" not in output
 
 
-def test_the_demonstration_shows_reuse_from_every_tier(model_path: str) -> None:
+def test_the_demonstration_shows_reuse_from_every_tier(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[int] = []
+
+    def build(*arguments: Any, num_recent_blocks: int = 0, **more: Any) -> KVCacheManager:
+        wanted.append(num_recent_blocks)
+        return build_manager(*arguments, **more)
+
+    monkeypatch.setattr(demo, "build_manager", build)
     output = io.StringIO()
-    options = DemoOptions(model=model_path, dtype="float32", conversation_tokens=256)
+    options = DemoOptions(
+        model=model_path, dtype="float32", conversation_tokens=256, num_recent_blocks=2
+    )
     assert run_demo(options, Console(file=output, width=100)) == 0
+    assert wanted == [2, 0], "and nothing is packed where the same is recomputed"
     text = output.getvalue()
     rows = [line.split("│") for line in text.splitlines() if line.rstrip().endswith("x")]
     assert len(rows) == options.num_conversations * options.num_rounds
