@@ -10,6 +10,8 @@ import pytest
 
 from tests.kernels.offline import Code, compiled_kernels
 
+pytestmark = pytest.mark.timeout(400)  # all is compiled before the first test
+
 MAX_SHARED_BYTES = 227 * 1024  # of a block, on Hopper
 WIDE_BYTES = 16  # that one instruction loads at most
 # Of a thread: what the limit on registers may leave for local memory.
