@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+# Processes that share the tests, file by file; 0: none but one, for --pdb and the like.
+WORKERS ?= 2
 
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
@@ -49,7 +51,7 @@ verify: $(SERVE_STAMP) ## prove that restored pages, logits and tokens equal a r
 	@exec $(BIN)/coldpage verify $(ARGS)
 
 test: $(DEV_STAMP) ## all tests that need no GPU, in under ten minutes on two cores
-	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 check: $(DEV_STAMP) ## lint, format, types, house rules
 	$(BIN)/ruff check .

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 
 from coldpage.cli.machine import has_gpu_driver
 
-# Two cores are shared by everything here; BLAS threads on top only fight each other.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Tests of two files run at a time, on two cores: threads on top only fight each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A test must not reach a model hub: everything it needs is installed.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
