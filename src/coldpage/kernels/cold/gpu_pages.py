@@ -15,11 +15,11 @@ __all__ = ["GpuPages", "current_device"]
 # Programs that pack and that unpack: about as many as keep the link busy, since more would only
 # take from what decodes meanwhile. Measured on an H200, see docs/PERFORMANCE.md.
 _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
-    ColdFormat.INT8: (12, 16),
-    ColdFormat.FP8: (16, 16),
-    ColdFormat.INT4_TOKEN: (32, 20),
-    ColdFormat.INT4_CHANNEL: (60, 32),
-    ColdFormat.TURBO4: (52, 60),
+    ColdFormat.INT8: (10, 14),
+    ColdFormat.FP8: (10, 14),
+    ColdFormat.INT4_TOKEN: (24, 20),
+    ColdFormat.INT4_CHANNEL: (12, 28),
+    ColdFormat.TURBO4: (44, 52),
     ColdFormat.TURBO3: (56, 56),
     ColdFormat.INT4_BLOCK: (64, 24),
 }
