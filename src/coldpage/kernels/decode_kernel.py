@@ -49,10 +49,15 @@ def _log_sum(peak, total):
 
 
 @triton.jit
-def _tile_slots(table, block, stop, ordinal):
-    """Of the tile that begins with ``block``, by ordinals in it: negative from ``stop`` on."""
-    ordinal = block + ordinal
-    return tl.load(table + ordinal, mask=ordinal < stop, other=-1)
+def _tile_slots(table, block, stop, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each token and of each block of the tile that begins with ``block``: negative from
+    ``stop`` on."""
+    of_tokens = block + tl.arange(0, TILE) // BLOCK
+    of_blocks = block + tl.arange(0, TILE // BLOCK)
+    return (
+        tl.load(table + of_tokens, mask=of_tokens < stop, other=-1),
+        tl.load(table + of_blocks, mask=of_blocks < stop, other=-1),
+    )
 
 
 @triton.jit
@@ -98,19 +103,19 @@ def _weigh(score, top, total):
 
 
 @triton.jit
-def _store_item(to, to_lse, is_head, sums, top, total, VALUE: tl.constexpr, IS_ASM: tl.constexpr):
-    """Sums, divided by the sum of their weights, and its logarithm. ``to`` is [heads] of
-    pointers, and so is ``to_lse``."""
+def _store_item(to, is_head, sums, top, total, VALUE: tl.constexpr, IS_ASM: tl.constexpr):
+    """Sums, divided by the sum of their weights, and its logarithm. ``to``: pointers for
+    both, [heads]."""
     NUMBERS: tl.constexpr = VALUE[1]
     WIDTH: tl.constexpr = VALUE[2]
     NUM: tl.constexpr = VALUE[3]
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     column = tl.arange(0, WIDTH)
     for part in tl.static_range(NUM):
-        at = to[None, :] + (part * NUMBERS + column)[:, None]
+        at = to[0][None, :] + (part * NUMBERS + column)[:, None]
         mask = is_head[None, :] & (column < NUMBERS)[:, None]
         tl.store(at, value_of(sums, part, VALUE, IS_ASM) * inverse[None, :], mask=mask)
-    tl.store(to_lse, _log_sum(top, total), mask=is_head)
+    tl.store(to[1], _log_sum(top, total), mask=is_head)
 
 
 @triton.jit
@@ -148,34 +153,30 @@ def attend_items(
     WANT_MASS: tl.constexpr = FLAGS[4]
     kv_head, share = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
-    is_head = tl.arange(0, COLUMNS) < GROUP
-    head = kv_head * GROUP + tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    is_head, head = column < GROUP, kv_head * GROUP + column
     keys = (keys[0] + kv_head * key_strides[2], keys[1] + kv_head * key_strides[7])
     values = (values[0] + kv_head * value_strides[2], values[1] + kv_head * value_strides[7])
     BLOCKS: tl.constexpr = TILE // BLOCK
-    token, ordinal = tl.arange(0, TILE), tl.arange(0, BLOCKS)
+    token = tl.arange(0, TILE)
     for item in range(tl.load(shares + share), tl.load(shares + share + 1)):
-        row = tl.load(items + item * 4)
-        first, stop = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
-        length = tl.load(num_tokens + row)
+        row, first = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
+        stop, length = tl.load(items + item * 4 + 2), tl.load(num_tokens + row)
         queries = query_parts(query[0] + row * query[1] + head * query[2], is_head, KEY)
         starts = offset_starts(queries, KEY, COLUMNS, IS_ASM)
         top = tl.full([COLUMNS], float("-inf"), tl.float32)
         total = tl.zeros([COLUMNS], tl.float32)
         sums = zero_sums(VALUE, COLUMNS, TILE)
-        row_start = row.to(tl.int64) * table_row
-        table, sums_to = tables + row_start, block_lse + row_start * num_heads
+        table = tables + row.to(tl.int64) * table_row
+        sums_to = block_lse + row.to(tl.int64) * table_row * num_heads
         if IS_AHEAD:
-            next_slot = _tile_slots(table, first, stop, token // BLOCK)
-            next_blocks = _tile_slots(table, first, stop, ordinal)
+            next_slots = _tile_slots(table, first, stop, TILE, BLOCK)
         for block in tl.range(first, stop, BLOCKS, num_stages=STAGES):
             if IS_AHEAD:
-                slot, block_slots = next_slot, next_blocks
-                next_slot = _tile_slots(table, block + BLOCKS, stop, token // BLOCK)
-                next_blocks = _tile_slots(table, block + BLOCKS, stop, ordinal)
+                slot, block_slots = next_slots
+                next_slots = _tile_slots(table, block + BLOCKS, stop, TILE, BLOCK)
             else:
-                slot = _tile_slots(table, block, stop, token // BLOCK)
-                block_slots = _tile_slots(table, block, stop, ordinal)
+                slot, block_slots = _tile_slots(table, block, stop, TILE, BLOCK)
             live = _is_live(slot, block * BLOCK + token, length, settings, HAS_WINDOW)
             places = (slot.to(tl.int64), token % BLOCK, live, block_slots)
             score = scores_of(queries, starts, keys, key_strides, places, codebook, KEY, IS_ASM)
@@ -186,8 +187,8 @@ def attend_items(
             sums = decayed(sums, decay, VALUE)
             sums = add_values(sums, weights, values, value_strides, places, codebook, VALUE, IS_ASM)
         at = item * num_heads + head
-        to = part_out + at * HEAD_DIM
-        _store_item(to, part_lse + at, is_head, sums, top, total, VALUE, IS_ASM)
+        to = part_out + at * HEAD_DIM, part_lse + at
+        _store_item(to, is_head, sums, top, total, VALUE, IS_ASM)
 
 
 @triton.jit

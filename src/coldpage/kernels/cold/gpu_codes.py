@@ -65,7 +65,7 @@ def scaled_codes(low, high, TILES: tl.constexpr):
     else:
         most = largest(low, high)
         scale = _rounded_up(most * _PER_127)
-        inverse = inverse_within(scale, most, 127.0)[:, None]
+        inverse = _inverse_within(scale, most, 127.0)[:, None]
         low, high, scale = (
             whole_numbers(low, inverse),
             whole_numbers(high, inverse),
@@ -140,6 +140,7 @@ def nibble_numbers(packed, IS_ASM: tl.constexpr):
 
 @triton.jit
 def nibble_offset(IS_ASM: tl.constexpr):
+    """What ``nibble_numbers`` adds."""
     return 128.0 if IS_ASM else 0.0
 
 
@@ -189,7 +190,7 @@ def int4_parameters(least, most):
     minimum = _rounded_down(least)
     above = most - minimum.to(tl.float32)
     scale = _rounded_up(above * (1 / 15))
-    return scale, minimum, inverse_within(scale, above, 15.0)
+    return scale, minimum, _inverse_within(scale, above, 15.0)
 
 
 @triton.jit
@@ -239,7 +240,7 @@ def _rounded_down(wanted):
 
 
 @triton.jit
-def inverse_within(scale, most, MOST: tl.constexpr):
+def _inverse_within(scale, most, MOST: tl.constexpr):
     """f32 of a scale f16 with which numbers up to ``most`` have codes up to MOST, also where f16
     has no scale as large."""
     return tl.where(scale.to(tl.float32) < F16_LIMIT, _inverse_of(scale), MOST / most)
