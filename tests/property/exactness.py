@@ -23,8 +23,17 @@ class Exactness:
         self._per_block = per_block
         self._num_recent = num_recent_blocks
         self._exact: dict[PatternSequence, set[int]] = {}
-        self.num_checked = 0  # blocks, since the start
+        self.num_checked = 0  # parts of blocks, since the start
         self.num_outgrown = 0  # blocks that were exact and of which nothing is promised any more
+
+    def counts(self) -> dict[str, int]:
+        """Nothing where nothing is promised."""
+        if not self._num_recent:
+            return {}
+        return {
+            "recent: pieces compared": self.num_checked,
+            "recent: blocks grown past": self.num_outgrown,
+        }
 
     def wrote(self, sequence: PatternSequence, start: int, stop: int) -> None:
         """Positions [start, stop). What came before them in the first block is as it was."""

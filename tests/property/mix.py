@@ -157,6 +157,7 @@ def walk(task: Task) -> Report:
         report.paths[f"{path} (transcoded)" if path in transcoded else path] += num_pages
     report.totals.update(stats.totals)
     report.totals.update(driver.device_counts())
+    report.totals.update(driver.exactness.counts())
     return report
 
 

@@ -80,6 +80,8 @@ TOTALS = (
     "masked_pages",
     "planned_drops",
     "read_misses",
+    "recent: blocks grown past",
+    "recent: pieces compared",
     "rejected_submissions",
     "room_waits",
     "staging_waits",
