@@ -1,9 +1,10 @@
 """Who carries pages across the link: the driver, the page kernel, or both.
 
 The driver's copies use the link best when segments are large. Each costs it 0.5 us to submit and a
-pause between two, so small segments are for the kernel; in between both share the pages, and one
-fills the pauses of the other. That is so while the link is busy one way: both ways at once the
-kernel's reads and writes are in each other's way, and the driver's are not.
+pause between two, so small segments are mostly for the kernel, whose packets carry less each; in
+between both share the pages, and one fills the pauses of the other. That is so while the link is
+busy one way: both ways at once the kernel's reads and writes are in each other's way, and the
+driver's are not.
 """
 
 from __future__ import annotations
@@ -31,22 +32,29 @@ _DRIVER_ALONE: Final = KernelShare(0, 0.0)
 # Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
 # docs/PERFORMANCE.md. More programs move no more, and take from decoding what they occupy.
 _SHARES: Final = (
-    (48 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
+    (12 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
+    (24 * 1024, KernelShare(4, 1.0), KernelShare(3, 0.8)),
+    (48 * 1024, KernelShare(4, 0.7), KernelShare(3, 0.7)),
     (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
     (192 * 1024, _DRIVER_ALONE, KernelShare(2, 0.65)),
 )
 KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
-# Larger segments are for the driver alone while pages go the other way too.
-_MAX_BOTH_WAYS_BYTES: Final = 96 * 1024
+# While pages go the other way too, smaller segments are for the kernel alone, and larger ones for
+# the driver.
+_MIN_SHARED_BYTES: Final = 48 * 1024
+_MAX_SHARED_BYTES: Final = 96 * 1024
 
 
 def kernel_share(segment_bytes: int, *, is_upload: bool, is_both_ways: bool) -> KernelShare:
     """The best found for pages whose smallest part has that size. Pure."""
     for max_bytes, upload, download in _SHARES:
         if segment_bytes <= max_bytes:
-            if is_both_ways and segment_bytes > _MAX_BOTH_WAYS_BYTES:
+            share = upload if is_upload else download
+            if is_both_ways and segment_bytes > _MAX_SHARED_BYTES:
                 return _DRIVER_ALONE
-            return upload if is_upload else download
+            if is_both_ways and segment_bytes <= _MIN_SHARED_BYTES:
+                return KernelShare(share.num_programs, 1.0)
+            return share
     # Whoever asks for larger pages this way wants the kernel.
     return _SHARES[0][1] if is_upload else _SHARES[0][2]
 
