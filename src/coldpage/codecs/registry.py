@@ -11,6 +11,7 @@ from typing import Final
 
 from coldpage.codecs.base import ColdPageCodec
 from coldpage.codecs.concat import create_default_cold_page_codec
+from coldpage.codecs.guard import CHECK_INTERVAL_PAGES
 from coldpage.codecs.model_pages import ModelPages
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS, PackedCodec
 from coldpage.errors import ConfigurationError
@@ -27,10 +28,16 @@ def codec_names() -> tuple[str, ...]:
     return (*PACKED_FORMATS, *sorted(offered - PACKED_FORMATS.keys()))
 
 
-def create_codec(spec: str, pages: ModelPages, *, max_page_kernel_bytes: int = 0) -> ColdPageCodec:
+def create_codec(
+    spec: str,
+    pages: ModelPages,
+    *,
+    max_page_kernel_bytes: int = 0,
+    check_interval_pages: int = CHECK_INTERVAL_PAGES,
+) -> ColdPageCodec:
     """A new codec. ``spec`` is ``NAME``, or ``NAME,GROUP=NAME,...`` where layer groups, by number,
     differ; such a list has built-in names only. ``max_page_kernel_bytes`` is the device's, for the
-    lossless codec.
+    lossless codec; ``check_interval_pages`` is for the other built-in ones.
 
     Raises ConfigurationError: of an unknown name with the list of names.
     """
@@ -45,7 +52,7 @@ def create_codec(spec: str, pages: ModelPages, *, max_page_kernel_bytes: int = 0
         return _from_entry_point(name, pages)
     if name == LOSSLESS and all(other == LOSSLESS for other in overrides.values()):
         return create_default_cold_page_codec(max_page_kernel_bytes)
-    return PackedCodec(name, pages, overrides)
+    return PackedCodec(name, pages, overrides, check_interval_pages=check_interval_pages)
 
 
 def _overrides(spec: str, parts: list[str]) -> dict[LayerGroupId, str]:
