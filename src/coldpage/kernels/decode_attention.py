@@ -102,7 +102,9 @@ def _tuning(keys: KVPages, values: KVPages) -> _Tuning:
     if IS_TURBO4.value in kinds:
         return _Tuning(32, 1, 3, True, 12 if keys.head_dim <= 64 else 8)
     if IS_Q8_0.value in kinds:
-        if keys.head_dim <= 128:
+        if keys.head_dim == 128:
+            return _Tuning(64, 1, 3, False, 8)
+        if keys.head_dim < 128:
             return _Tuning(64, 2, 3, False, 6, 168)
         return _Tuning(64, 2, 3, True, 3)
     vector_bytes = max(keys.head_dim * pages.values.element_size() for pages in (keys, values))
