@@ -32,8 +32,7 @@ _DRIVER_ALONE: Final = KernelShare(0, 0.0)
 # Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
 # docs/PERFORMANCE.md. More programs move no more, and take from decoding what they occupy.
 _SHARES: Final = (
-    (12 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
-    (24 * 1024, KernelShare(4, 1.0), KernelShare(3, 0.8)),
+    (24 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
     (48 * 1024, KernelShare(4, 0.7), KernelShare(3, 0.7)),
     (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
     (192 * 1024, _DRIVER_ALONE, KernelShare(2, 0.65)),
