@@ -59,29 +59,41 @@ def _plain_load(address, IS_WIDE: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _sides(at, pages, buffers, IS_PACK: tl.constexpr, TILES: tl.constexpr):
-    """Addresses of the hot and of the cold side of the ``at``-th buffer of all pages, which one it
-    is of its page, and the page's ordinal."""
-    pairs, ordinals, num_buffers, cold_base, cold_page_bytes = pages
-    page = at // num_buffers
+def _entry(item, pages, buffers, TILES: tl.constexpr):
+    """What is to be loaded to know where an item's tile is: its buffer among those of its page, the
+    page's index pair and ordinal, and the buffer's row of the table."""
+    pairs, ordinals, num_buffers, num_items, _, _ = pages
+    at = tl.minimum(item, num_items - 1) // TILES.num_tiles
+    page = (at // num_buffers).to(tl.int64)
     buffer = at % num_buffers
-    pair = _plain_load(pairs + page.to(tl.int64) * 8, True, TILES)
-    dst = pair & 0xFFFFFFFF
-    src = pair >> 32
-    entry = buffers.to(tl.int64) + buffer * 24
-    base = _plain_load(entry, True, TILES)
-    stride = _plain_load(entry + 8, True, TILES)
-    offset = _plain_load(entry + 16, True, TILES)
-    hot = base + (src if IS_PACK else dst) * stride
-    cold = cold_base + (dst if IS_PACK else src) * cold_page_bytes + offset
-    ordinal = page
+    row = buffers.to(tl.int64) + buffer * 24
+    ordinal = at
     if TILES.has_frequencies:
-        ordinal = _plain_load(ordinals + page.to(tl.int64) * 4, False, TILES)
-    return hot, cold, buffer, ordinal
+        ordinal = _plain_load(ordinals + page * 4, False, TILES)
+    return (
+        buffer,
+        ordinal,
+        _plain_load(pairs + page * 8, True, TILES),
+        _plain_load(row, True, TILES),
+        _plain_load(row + 8, True, TILES),
+        _plain_load(row + 16, True, TILES),
+    )
 
 
 @triton.jit
-def _keys(frequencies, means, buffer, ordinal, TILES: tl.constexpr):
+def _sides(entry, pages, IS_PACK: tl.constexpr):
+    """Addresses of the hot and of the cold side."""
+    _, _, pair, base, stride, offset = entry
+    _, _, _, _, cold_base, cold_page_bytes = pages
+    dst = pair & 0xFFFFFFFF
+    src = pair >> 32
+    hot = base + (src if IS_PACK else dst) * stride
+    return hot, cold_base + (dst if IS_PACK else src) * cold_page_bytes + offset
+
+
+@triton.jit
+def _keys(frequencies, means, entry, TILES: tl.constexpr):
+    buffer, ordinal = entry[0], entry[1]
     if TILES.has_frequencies:
         frequencies += buffer * TILES.half
     if TILES.has_means:
@@ -106,26 +118,25 @@ def pack_kernel(
     STAGES: tl.constexpr,
 ):
     """All formats but int4_block and int4_channel."""
-    pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
+    num_items = num_pages * num_buffers * TILES.num_tiles
+    pages = (pairs, ordinals, num_buffers, num_items, cold_base, cold_page_bytes)
     matrices = ()
     if TILES.is_rotated:
         matrices = load_matrices(matrix, TILES.group, TILES.groups == 1, False)
-    num_items = num_pages * num_buffers * TILES.num_tiles
     step = tl.num_programs(0)
-    at = tl.program_id(0) // TILES.num_tiles
-    hot, cold, buffer, ordinal = _sides(at, pages, buffers, True, TILES)
+    entry = _entry(tl.program_id(0), pages, buffers, TILES)
     for item in tl.range(tl.program_id(0), num_items, step, num_stages=STAGES):
-        # What the next tile's addresses need is loaded before it is wanted.
-        at = tl.minimum(item + step, num_items - 1) // TILES.num_tiles
-        next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, True, TILES)
+        # Loaded now, looked at by the next tile.
+        next_entry = _entry(item + step, pages, buffers, TILES)
+        hot, cold = _sides(entry, pages, True)
         tile = item % TILES.num_tiles
-        keys = _keys(frequencies, means, buffer, ordinal, TILES)
+        keys = _keys(frequencies, means, entry, TILES)
         rows = rows_of(tile, TILES)
         low, high = load_halves(pointer(hot, NUMBER, TILES.hot_alignment), rows, TILES)
         low, high = turned_back(low, high, tile, keys, TILES)
         pack_tile(cold, low, high, rows, matrices, TILES)
         store_padding(cold, tile, TILES)
-        hot, cold, buffer, ordinal = next_hot, next_cold, next_buffer, next_ordinal
+        entry = next_entry
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -147,29 +158,27 @@ def pack_channels_kernel(
     """int4_channel: a tile is read into registers while the one before is packed. By way of shared
     memory Triton would hand it out in the order in which codes are stored, and threads would have
     to ask each other for the limits of a channel."""
-    pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
     num_items = num_pages * num_buffers * TILES.num_tiles
+    pages = (pairs, ordinals, num_buffers, num_items, cold_base, cold_page_bytes)
     step = tl.num_programs(0)
-    item = tl.program_id(0)
-    hot, cold, buffer, ordinal = _sides(item // TILES.num_tiles, pages, buffers, True, TILES)
-    keys = _keys(frequencies, means, buffer, ordinal, TILES)
-    numbers = pointer(hot, NUMBER, TILES.hot_alignment)
-    read = load_channel_tile(numbers, item % TILES.num_tiles, keys, TILES)
-    next_item = tl.minimum(item + step, num_items - 1)
-    at = next_item // TILES.num_tiles
-    next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, True, TILES)
+    entry = _entry(tl.program_id(0), pages, buffers, TILES)
+    next_entry = _entry(tl.program_id(0) + step, pages, buffers, TILES)
+    hot, cold = _sides(entry, pages, True)
+    keys = _keys(frequencies, means, entry, TILES)
+    hot = pointer(hot, NUMBER, TILES.hot_alignment)
+    read = load_channel_tile(hot, tl.program_id(0) % TILES.num_tiles, keys, TILES)
     for item in tl.range(tl.program_id(0), num_items, step, num_stages=1):
-        next_item = tl.minimum(item + step, num_items - 1)
-        keys = _keys(frequencies, means, next_buffer, next_ordinal, TILES)
-        numbers = pointer(next_hot, NUMBER, TILES.hot_alignment)
-        next_read = load_channel_tile(numbers, next_item % TILES.num_tiles, keys, TILES)
-        at = tl.minimum(item + 2 * step, num_items - 1) // TILES.num_tiles
-        last = _sides(at, pages, buffers, True, TILES)
+        last_entry = _entry(item + 2 * step, pages, buffers, TILES)
+        hot, next_cold = _sides(next_entry, pages, True)
+        keys = _keys(frequencies, means, next_entry, TILES)
+        hot = pointer(hot, NUMBER, TILES.hot_alignment)
+        next_tile = tl.minimum(item + step, num_items - 1) % TILES.num_tiles
+        next_read = load_channel_tile(hot, next_tile, keys, TILES)
         tile = item % TILES.num_tiles
-        pack_channels(cold, read, tile, ordinal, TILES)
+        pack_channels(cold, read, tile, entry[1], TILES)
         store_padding(cold, tile, TILES)
-        read, cold, ordinal = next_read, next_cold, next_ordinal
-        next_hot, next_cold, next_buffer, next_ordinal = last
+        read, cold = next_read, next_cold
+        entry, next_entry = next_entry, last_entry
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -189,10 +198,12 @@ def pack_block_kernel(
     STAGES: tl.constexpr,
 ):
     """int4_block: a program reads a buffer once for its scale and once more for its codes."""
-    pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
+    num_items = num_pages * num_buffers * TILES.num_tiles
+    pages = (pairs, ordinals, num_buffers, num_items, cold_base, cold_page_bytes)
     for at in range(tl.program_id(0), num_pages * num_buffers, tl.num_programs(0)):
-        hot, cold, buffer, ordinal = _sides(at, pages, buffers, True, TILES)
-        keys = _keys(frequencies, means, buffer, ordinal, TILES)
+        entry = _entry(at * TILES.num_tiles, pages, buffers, TILES)
+        hot, cold = _sides(entry, pages, True)
+        keys = _keys(frequencies, means, entry, TILES)
         hot = pointer(hot, NUMBER, TILES.hot_alignment)
         most = 0.0
         for tile in tl.range(0, TILES.num_tiles, num_stages=STAGES):
@@ -230,20 +241,19 @@ def unpack_kernel(
     STAGES: tl.constexpr,
 ):
     """All formats."""
-    pages = (pairs, ordinals, num_buffers, cold_base, cold_page_bytes)
+    num_items = num_pages * num_buffers * TILES.num_tiles
+    pages = (pairs, ordinals, num_buffers, num_items, cold_base, cold_page_bytes)
     matrices = ()
     if TILES.is_rotated:
         matrices = load_matrices(matrix, TILES.group, TILES.groups == 1, True)
-    num_items = num_pages * num_buffers * TILES.num_tiles
     step = tl.num_programs(0)
-    at = tl.program_id(0) // TILES.num_tiles
-    hot, cold, buffer, ordinal = _sides(at, pages, buffers, False, TILES)
+    entry = _entry(tl.program_id(0), pages, buffers, TILES)
     for item in tl.range(tl.program_id(0), num_items, step, num_stages=STAGES):
-        # What the next tile's addresses need is loaded before it is wanted.
-        at = tl.minimum(item + step, num_items - 1) // TILES.num_tiles
-        next_hot, next_cold, next_buffer, next_ordinal = _sides(at, pages, buffers, False, TILES)
+        # Loaded now, looked at by the next tile.
+        next_entry = _entry(item + step, pages, buffers, TILES)
+        hot, cold = _sides(entry, pages, False)
         tile = item % TILES.num_tiles
-        keys = _keys(frequencies, means, buffer, ordinal, TILES)
+        keys = _keys(frequencies, means, entry, TILES)
         rows = rows_of(tile, TILES)
         if TILES.kind == IS_INT4_CHANNEL:
             low, high = load_channels(cold, rows, tile, keys[1], TILES)
@@ -251,4 +261,4 @@ def unpack_kernel(
             low, high = unpack_tile(cold, rows, matrices, TILES)
         low, high = turned(low, high, tile, keys, TILES)
         store_halves(pointer(hot, NUMBER, TILES.hot_alignment), low, high, rows, TILES)
-        hot, cold, buffer, ordinal = next_hot, next_cold, next_buffer, next_ordinal
+        entry = next_entry
