@@ -104,6 +104,13 @@ def test_another_content_type_is_refused(http: httpx.Client) -> None:
     assert "text/plain" in error["message"]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/sessions/any/save"])
+def test_a_request_without_its_body_is_told_so(http: httpx.Client, path: str) -> None:
+    error = refused(http.post(path), 400)
+    assert error["message"] == "The request has no body: send a JSON object."
+    assert error["code"] == "invalid_value"
+
+
 def test_another_model_does_not_exist(client: openai.OpenAI, http: httpx.Client) -> None:
     with pytest.raises(openai.NotFoundError) as failure:
         client.completions.create(model="gpt-9", prompt="count 1")

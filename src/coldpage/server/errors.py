@@ -80,6 +80,8 @@ def _validation_error(error: RequestValidationError, content_type: str) -> ApiEr
             code="invalid_content_type",
         )
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location).lstrip(".")
+    if not location and first["type"] == "missing":
+        return ApiError(400, "The request has no body: send a JSON object.", code="invalid_value")
     sentence = f"{param}: {first['msg']}." if param else f"{first['msg']}."
     return ApiError(400, sentence, code="invalid_value", param=param or None)
 
