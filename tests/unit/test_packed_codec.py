@@ -397,8 +397,10 @@ def test_pages_at_odd_addresses_are_refused(make_rig: _MakeRig) -> None:
 
 
 def test_a_layer_group_that_is_not_there_is_refused(make_rig: _MakeRig) -> None:
-    with pytest.raises(CodecError, match="layer group 5: this model has layer groups 0 to 0"):
+    with pytest.raises(CodecError, match="group 5, and this model has layer group 0 alone: leave"):
         make_rig("int8,5=fp8", SMOL)
+    with pytest.raises(CodecError, match="group 2, and this model has layer groups 0 to 1 alone"):
+        make_rig("int8,2=fp8", GEMMA)
 
 
 def test_constants_of_another_form_are_refused() -> None:

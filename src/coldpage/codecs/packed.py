@@ -173,9 +173,10 @@ class PackedCodec(ColdPageCodec):
         described = {lc.layer_group_id for group in pool_groups for lc in group.life_cycles}
         unknown = sorted(self._overrides.keys() - described)
         if unknown:
+            known = f"groups 0 to {max(described)}" if len(described) > 1 else "group 0"
             raise CodecError(
-                f"codec {self.codec_id} is told how to pack layer group {unknown[0]}: "
-                f"this model has layer groups 0 to {max(described)}"
+                f"codec {self.codec_id} is told how to pack layer group {unknown[0]}, and this "
+                f"model has layer {known} alone: leave the other out"
             )
         for group in pool_groups:
             alike: dict[tuple[object, ...], LifeCycleId] = {}

@@ -78,6 +78,11 @@ def _overrides(spec: str, parts: list[str]) -> dict[LayerGroupId, str]:
 
 def _from_entry_point(name: str, pages: ModelPages) -> ColdPageCodec:
     found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not found and "=" in name:
+        raise ConfigurationError(
+            f"codec {name!r} says what a layer group has and not what the others have: "
+            f"put a codec for those first, such as {LOSSLESS},{name}"
+        )
     if not found:
         raise ConfigurationError(
             f"there is no codec {name!r}: choose one of {', '.join(codec_names())}"
