@@ -355,7 +355,7 @@ OTHERS: dict[str, tuple[Callable[[], KVCacheManagerConfig], Origin]] = {
         replace(ORIGIN, dtype="bfloat16"),
     ),
     "another geometry": (lambda: replace(CONFIG, layers=layers(None, 9)), ORIGIN),
-    "other codecs that lose something": (
+    "another choice of lossy codecs": (
         lambda: with_tiers(CONFIG, DeviceTierConfig(MIB), HostTierConfig(MIB, codec=CoarseCodec())),
         ORIGIN,
     ),

@@ -42,7 +42,7 @@ _WORDS: Final = {
     "dtype": "another number type",
     "geometry": "another geometry",
     "codec": "another codec or version of it",
-    "provenance": "other codecs that lose something",
+    "provenance": "another choice of lossy codecs",
 }
 
 
