@@ -243,7 +243,9 @@ def _rounded_down(wanted):
 def _inverse_within(scale, most, MOST: tl.constexpr):
     """f32 of a scale f16 with which numbers up to ``most`` have codes up to MOST, also where f16
     has no scale as large."""
-    return tl.where(scale.to(tl.float32) < F16_LIMIT, _inverse_of(scale), MOST / most)
+    return tl.where(
+        scale.to(tl.float32) < F16_LIMIT, _inverse_of(scale), MOST / tl.maximum(most, F16_LIMIT)
+    )
 
 
 @triton.jit
