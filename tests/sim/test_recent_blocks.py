@@ -364,6 +364,33 @@ def test_a_page_changes_its_class_while_it_is_being_written(build: Build, is_dir
     assert exact_blocks(rig, sequence) == [8, 9]
 
 
+@pytest.mark.parametrize("how", ["suspend", "close"])
+def test_what_is_whole_elsewhere_outlives_a_failed_stream(build: Build, how: str) -> None:
+    """Also where its copies are of the class that it was of."""
+    rig = made(build, hot=16, host=20)
+    sequence = filled(rig, prompt(6))
+    sent_out(rig, sequence, 16)
+    stream = rig.device.create_stream("fails")
+    assert sequence.resume(stream)
+    sequence.cache.synchronize()
+    assert sequence.step([7] * 8)
+
+    def fail() -> None:
+        raise RuntimeError("a kernel failed")
+
+    stream.launch(fail, reads=(), writes=())
+    rig.device.step(1000)
+    if how == "suspend":
+        sequence.cache.suspend()
+        assert classes_of(rig, sequence)[4:6] == [BODY] * 2, "which were recent"
+        assert sequence.cache.missing_blocks() == [6, 7, 8, 9], "those that were written"
+        rig.check()
+    rig.close(sequence)
+    assert rig.manager.stats().totals["torn_pages"] == 4
+    rig.check()
+    rig.device._streams.remove(stream)  # else its last work counts as never waited for
+
+
 def test_without_recent_blocks_nothing_is_other_than_before(build: Build) -> None:
     none, some, more = (build(hot=8, host=8, codec=past, num_recent_blocks=n) for n in (0, 1, 5))
     assert none.manager.layout.page_classes == (BODY,)

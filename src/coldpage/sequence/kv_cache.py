@@ -307,8 +307,10 @@ class KVCache:
         self._release_stale()
         pages = self._table.live_pages()
         self._marks.protect()
+        # First: copies of another class are given up, and may be all that is left of a page.
+        self._storage.come_after(pages, self._stream)
         self._marks.classify(self._history_length)
-        self._storage.unlock(pages, self._stream)
+        self._storage.unlock(pages, None)
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
         # A block that is not full is written again after the next resume: it would be for nothing.
@@ -576,10 +578,11 @@ class KVCache:
             return
         self._marks.protect()
         if self._status is KVCacheStatus.ACTIVE:  # else it was done when it was suspended
+            self._storage.come_after(self._table.live_pages(), self._stream)
+            self._stream = None
             self._marks.classify(self._history_length)
         self._release(self._table.cut(0))
         self._status = KVCacheStatus.CLOSED
-        self._stream = None
 
     def _check_open(self) -> None:
         self._context.check_thread()

@@ -111,17 +111,22 @@ class Storage:
             return False
         return True
 
-    def unlock(self, pages: Int32Array, stream: Stream | None) -> None:
-        """Let the pages move again, after the work enqueued on ``stream`` so far. When work there
-        has failed nobody knows what it wrote: the pages are missing then.
+    def come_after(self, pages: Int32Array, stream: Stream | None) -> None:
+        """What becomes of hot pages comes after the work enqueued on ``stream`` so far. When work
+        there has failed nobody knows what it wrote: pages that are nowhere else are missing then.
         """
+        if stream is None:
+            return
+        hot = pages[(self.table.present[pages] & HOT_BIT) != 0]
+        try:
+            self.moves.order_after(hot, stream)
+        except DeviceError as error:
+            self._distrust(hot, error)
+
+    def unlock(self, pages: Int32Array, stream: Stream | None) -> None:
+        """Let the pages move again; they ``come_after`` the work on ``stream``."""
         table = self.table
-        if stream is not None:
-            hot = pages[(table.present[pages] & HOT_BIT) != 0]
-            try:
-                self.moves.order_after(hot, stream)
-            except DeviceError as error:
-                self._distrust(hot, error)
+        self.come_after(pages, stream)
         table.num_locks[pages] -= 1
         unlocked = pages[table.num_locks[pages] == 0]
         self._num_locked -= self._count_groups(unlocked)
