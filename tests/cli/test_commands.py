@@ -33,6 +33,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_library_alone_says_what_the_command_needs() -> None:
+    code = "import sys; sys.modules['click'] = None; import coldpage.cli; coldpage.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "coldpage: the command needs click, which is not installed: "
+        "install coldpage with its extra 'serve'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
