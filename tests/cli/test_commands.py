@@ -120,6 +120,39 @@ def test_a_codec_that_is_none_is_named(command: str, flags: list[str], sentence:
     assert sentence in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--disk", "none", "--disk-codec", "turbo4"],
+            "--disk-codec turbo4: there is no disk tier (--disk none): leave one of them out",
+        ),
+        (
+            ["--host", "none", "--disk", "none", "--host-codec", "turbo4"],
+            "--host-codec turbo4: there is no host tier (--host none) and no disk tier "
+            "(--disk none): leave one of them out",
+        ),
+        (
+            ["--host", "0", "--host-codec", "turbo4", "--disk-codec", "int8"],
+            "--host-codec turbo4: there is no host tier (--host none): leave one of them out",
+        ),
+    ],
+)
+def test_a_codec_of_a_tier_that_is_left_out_is_refused_before_anything_is_loaded(
+    flags: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coldpage.server.serve", lambda *_: pytest.fail("the engine was started"))
+    result = CliRunner().invoke(coldpage, ["serve", "--port", "0", "--device", "cpu", *flags])
+    assert (result.exit_code, result.stderr) == (2, f"coldpage: {sentence}\n")
+
+
+def test_a_host_codec_goes_for_the_disk_where_there_is_no_host_tier(tmp_path: Path) -> None:
+    flags = ServeFlags(
+        device="cpu", host="none", disk=f"{tmp_path}:1MiB", host_codec="turbo4", save_dir="none"
+    )
+    assert settings_of(flags).host_codec == "turbo4"
+
+
 def test_the_help_has_the_codecs_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coldpage.cli.codec_flags.codec_names", lambda: ("concat", "theirs"))
     result = CliRunner().invoke(coldpage, ["serve", "--help"])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from coldpage.codecs import codec_names, create_codec
 from coldpage.errors import ConfigurationError
 
-__all__ = ["codec_flags"]
+__all__ = ["check_codec_tiers", "codec_flags"]
 
+_DEFAULT_CODEC: Final = "concat"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -45,7 +46,7 @@ def codec_flags(command: _Command) -> _Command:
         "--host-codec",
         cls=_HostCodec,
         metavar="CODEC",
-        default="concat",
+        default=_DEFAULT_CODEC,
         show_default=True,
         callback=_checked,
     )
@@ -68,3 +69,21 @@ def codec_flags(command: _Command) -> _Command:
         "ones, and change answers after a restore less.",
     )
     return host(disk(recent(command)))
+
+
+def check_codec_tiers(
+    host_codec: str, disk_codec: str | None, *, has_host: bool, has_disk: bool
+) -> None:
+    """Raises ``ConfigurationError`` for a codec whose tier is left out. A host codec goes without
+    a host tier where the disk's follows it.
+    """
+    if disk_codec is not None and not has_disk:
+        raise ConfigurationError(
+            f"--disk-codec {disk_codec}: there is no disk tier (--disk none): leave one of them out"
+        )
+    if host_codec != _DEFAULT_CODEC and not has_host and (disk_codec is not None or not has_disk):
+        both = "" if has_disk else " and no disk tier (--disk none)"
+        raise ConfigurationError(
+            f"--host-codec {host_codec}: there is no host tier (--host none){both}: "
+            "leave one of them out"
+        )

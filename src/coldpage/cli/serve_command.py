@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from coldpage.cli.codec_flags import check_codec_tiers
 from coldpage.cli.failure import end_with
 from coldpage.cli.machine import (
     default_disk_directory,
@@ -118,6 +119,12 @@ def settings_of(flags: ServeFlags) -> EngineSettings:
     else:
         hot_bytes, host_bytes = plan_memory(hot, host, memory_bytes())
     choice = DiskChoice(None, None) if flags.disk is None else parse_disk(flags.disk)
+    check_codec_tiers(
+        flags.host_codec,
+        flags.disk_codec,
+        has_host=host_bytes > 0,
+        has_disk=choice.size != AbsoluteSize(0),
+    )
     disk_path, disk_bytes = _disk_tier(choice, flags.instance_id)
     return EngineSettings(
         hot_bytes=hot_bytes,
