@@ -313,6 +313,25 @@ def test_ties_are_rounded_to_even(device, cold_format, numbers):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "cold_format", [ColdFormat.INT8, ColdFormat.FP8, ColdFormat.INT4_TOKEN, ColdFormat.INT4_CHANNEL]
+)
+def test_numbers_beyond_the_largest_scale_are_cut_short(device, cold_format):
+    shape = KVShape(1, 16, 64, NumberType.F32)
+    pages = make_pages(cold_format, shape, num_pages=1, num_buffers=1)
+    numbers = np.random.default_rng(10).standard_normal((16, 64)).astype(np.float32)
+    numbers[0, :3] = 1e9, 4e6, -1e9
+    numbers[1, :2] = 2e6, 5e5
+    numbers[:, 9] = -7e4  # below f16's least number, all of them
+    pages.hot_buffer(0, 0).view(np.float32)[:] = numbers.reshape(-1)
+    Moved(pages, device).pack()
+    both = pages.packed_buffer(0, 0), _expected(pages, 0, 0)
+    levels = [levels_of(packed, cold_format, shape) for packed in both]
+    assert np.abs(levels[0] - levels[1]).max() <= 1
+    assert np.array_equal(*(parameters_of(packed, cold_format, shape) for packed in both))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_last_positions_wrap_as_the_reference_does(device):
     shape = SMOLLM2._replace(number_type=NumberType.F32)
     pages = make_pages(ColdFormat.INT8, shape, num_pages=2, is_keys=True)

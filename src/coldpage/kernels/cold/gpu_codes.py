@@ -63,14 +63,10 @@ def scaled_codes(low, high, TILES: tl.constexpr):
         low = _fp8_codes(low * inverse, TILES.is_asm)
         high = _fp8_codes(high * inverse, TILES.is_asm)
     else:
-        most = largest(low, high)
-        scale = _rounded_up(most * _PER_127)
-        inverse = _inverse_within(scale, most, 127.0)[:, None]
-        low, high, scale = (
-            whole_numbers(low, inverse),
-            whole_numbers(high, inverse),
-            scale[:, None],
-        )
+        scale = _rounded_up(largest(low, high) * _PER_127)[:, None]
+        inverse = _inverse_of(scale)
+        low = whole_numbers(_limited(low, inverse, 127.0))
+        high = whole_numbers(_limited(high, inverse, 127.0))
     return low, high, scale
 
 
@@ -145,9 +141,15 @@ def nibble_offset(IS_ASM: tl.constexpr):
 
 
 @triton.jit
-def whole_numbers(numbers, factor):
-    """The nearest whole numbers to products below 2^22, half to even."""
-    return (numbers * factor + _WHOLE).to(tl.int32, bitcast=True)
+def _limited(numbers, factor, MOST: tl.constexpr):
+    """Products from -MOST to MOST, which f16's largest scale may be too small for."""
+    return tl.minimum(tl.maximum(numbers * factor, -MOST), MOST)
+
+
+@triton.jit
+def whole_numbers(numbers):
+    """The nearest whole numbers to some below 2^22, half to even."""
+    return (numbers + _WHOLE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -188,9 +190,10 @@ def int4_parameters(least, most):
     """For numbers between two limits the scale and the minimum, f16, and the inverse of the
     scale."""
     minimum = _rounded_down(least)
-    above = most - minimum.to(tl.float32)
+    # Where all are below f16's least number, none is above it.
+    above = tl.maximum(most - minimum.to(tl.float32), 0.0)
     scale = _rounded_up(above * (1 / 15))
-    return scale, minimum, _inverse_within(scale, above, 15.0)
+    return scale, minimum, _inverse_of(scale)
 
 
 @triton.jit
@@ -208,7 +211,7 @@ def int4_codes(numbers, inverse, minimum, IS_ASM: tl.constexpr):
         )
     else:
         part = tl.maximum(numbers * unit - minimum * unit, 0.0)
-    return whole_numbers(part, 16.0)
+    return whole_numbers(tl.minimum(part, 15 / 16) * 16.0)
 
 
 @triton.jit
@@ -237,15 +240,6 @@ def _rounded_down(wanted):
     below = bits - ((bits >> 15) | 1)
     bits = tl.where(nearest.to(tl.float32) > wanted, below, bits)
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _inverse_within(scale, most, MOST: tl.constexpr):
-    """f32 of a scale f16 with which numbers up to ``most`` have codes up to MOST, also where f16
-    has no scale as large."""
-    return tl.where(
-        scale.to(tl.float32) < F16_LIMIT, _inverse_of(scale), MOST / tl.maximum(most, F16_LIMIT)
-    )
 
 
 @triton.jit

@@ -217,8 +217,8 @@ def pack_block_kernel(
             rows = rows_of(tile, TILES)
             low, high = load_halves(hot, rows, TILES)
             low, high = turned_back(low, high, tile, keys, TILES)
-            low = whole_numbers(low.to(tl.float32), inverse) + 8
-            high = whole_numbers(high.to(tl.float32), inverse) + 8
+            low = whole_numbers(low.to(tl.float32) * inverse) + 8
+            high = whole_numbers(high.to(tl.float32) * inverse) + 8
             store_nibbles(cold, low, high, rows, TILES)
         tl.store(parameters(cold, tl.float32, TILES), scale)
         store_padding(cold, 0, TILES)
