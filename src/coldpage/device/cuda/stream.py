@@ -109,7 +109,8 @@ class CudaStream(Stream):
         """
         self._check()
         if not pairs.size:
-            self._launch_kernel(parts, pairs.address, 0, 1)
+            with self._context:
+                self._launch_kernel(parts, pairs.address, 0, 1)
             return
         self._submit("a copy of pages", lambda: self._copy_pages(parts, pairs))
 
