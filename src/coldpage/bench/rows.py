@@ -14,8 +14,9 @@ from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+
+from coldpage.engine.stage_progress import StageProgress
 
 __all__ = [
     "Row",
@@ -82,9 +83,9 @@ def size_name(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 10):.4g} KiB"
 
 
-def quiet_progress(console: Console) -> Progress:
+def quiet_progress(console: Console) -> StageProgress:
     """A bar that is gone at the end, and drawn rarely: drawing takes time from what is measured."""
-    return Progress(console=console, transient=True, refresh_per_second=1)
+    return StageProgress(console=console, refresh_per_second=1)
 
 
 def table_of(title: str, rows: Sequence[Row]) -> Table:

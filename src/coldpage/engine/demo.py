@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig, ReuseScope
@@ -38,6 +38,7 @@ from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import DemoOptions
+from coldpage.engine.stage_progress import StageProgress
 from coldpage.errors import ModelError
 from coldpage.manager import KVCacheManager
 
@@ -58,7 +59,7 @@ class _Row:
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Play the conversations and print a table; 0. Raises ColdpageError for bad input."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with StageProgress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("loading the model", total=None)
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device)
@@ -124,7 +125,7 @@ def _play_and_recompute(
     options: DemoOptions,
     manager: KVCacheManager,
     plain_manager: KVCacheManager,
-    progress: Progress,
+    progress: StageProgress,
 ) -> list[_Row]:
     conversations = make_conversations(
         model.tokenizer, options.num_conversations, options.conversation_tokens, options.num_rounds

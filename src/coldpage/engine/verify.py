@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine.assembly import (
@@ -44,6 +43,7 @@ from coldpage.engine.round_trip import RoundTrip
 from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
+from coldpage.engine.stage_progress import StageProgress
 from coldpage.engine.verify_report import NEAR_TIE, Findings, PressureRun, report
 from coldpage.errors import ModelError
 from coldpage.manager import KVCacheManager
@@ -115,7 +115,7 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
     """
     device = choose_device(options.device)
     with (
-        Progress(console=console, transient=True) as progress,
+        StageProgress(console=console) as progress,
         _model_source(options) as source,
     ):
         task = progress.add_task("loading the model", total=None)
@@ -139,7 +139,7 @@ def run_verify(options: VerifyOptions, console: Console) -> int:
     return 0 if report(console, options, run, findings) else 1
 
 
-def _codecs(model: LoadedModel, options: VerifyOptions, progress: Progress) -> ColdCodecs:
+def _codecs(model: LoadedModel, options: VerifyOptions, progress: StageProgress) -> ColdCodecs:
     """Before the model is switched to paged attention, for good."""
     task = progress.add_task("making the codecs", total=None)
     codecs = make_cold_codecs(
@@ -158,7 +158,7 @@ def _run_under_pressure(
     options: VerifyOptions,
     codecs: ColdCodecs,
     directory: str,
-    progress: Progress,
+    progress: StageProgress,
 ) -> PressureRun:
     sizes = _sizes(options, block_bytes(model, options.tokens_per_block), codecs)
     tiers = (
@@ -229,7 +229,7 @@ class _Replays:
     codecs: ColdCodecs
     options: VerifyOptions
     run: PressureRun
-    progress: Progress
+    progress: StageProgress
 
     def compare(self) -> Findings:
         """With one replay; where codecs lose something, with one that does what they did, and one
@@ -285,7 +285,7 @@ class _Replays:
 
 
 def _compare_with_generate(
-    reference: LoadedModel, run: PressureRun, comparison: Comparison, progress: Progress
+    reference: LoadedModel, run: PressureRun, comparison: Comparison, progress: StageProgress
 ) -> int:
     """Compare every answer with plain transformers; returns how many near ties
     chose differently.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from coldpage.bench.quality.document import check_document, replace_generated
 from coldpage.bench.quality.evaluation import CodecQuality, evaluate
@@ -22,6 +22,7 @@ from coldpage.codecs import ModelPages, codec_names, create_codec
 from coldpage.engine.calibration import stored_or_made
 from coldpage.engine.cold_codecs import model_pages
 from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.stage_progress import StageProgress
 from coldpage.errors import ConfigurationError
 
 __all__ = ["run_quality"]
@@ -36,7 +37,7 @@ def run_quality(options: QualityOptions, console: Console) -> None:
     texts = load_texts(options.text)
     source = find_model(options.model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with StageProgress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("loading the model", total=None)
 
         def say(line: str, steps: int = 0) -> None:
