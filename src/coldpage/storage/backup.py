@@ -41,14 +41,22 @@ class Backup:
         self._send = send
         self._disk_bits = np.uint8(sum(int(level.bit) for level in levels if level.is_disk))
         self._noted: deque[tuple[Int32Array, Int32Array]] = deque()  # pages and their versions
+        # Of pages that were being written when they were noted: what is written may be void.
+        self._unsettled: dict[int, int] = {}  # page to version
 
     @property
     def num_waiting(self) -> int:
         """Pages noted and not yet looked at again; some may have been written or dropped since."""
-        return sum(pages.size for pages, _ in self._noted)
+        return sum(pages.size for pages, _ in self._noted) + len(self._unsettled)
 
     def note(self, pages: Int32Array) -> None:
-        """The pages were let go of."""
+        """The pages were let go of. Each note is worth one write at most, whether or not it
+        succeeds.
+        """
+        written = pages[self._are_being_written(pages)]
+        self._unsettled.update(
+            zip(written.tolist(), self._table.version[written].tolist(), strict=True)
+        )
         pages = pages[self._wanted(pages)]
         if pages.size:
             self._noted.append((pages, self._table.version[pages].copy()))
@@ -56,8 +64,28 @@ class Backup:
     def note_all(self, policy: EvictionPolicy) -> None:
         """Note every page that could be written, the most valuable first."""
         self._noted.clear()
+        self._unsettled.clear()
         pages = np.flatnonzero(self._table.node).astype(np.int32)
         self.note(pages[np.argsort(policy.score(self._table, pages))[::-1]])
+
+    def _are_being_written(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
+        """To a disk. Only writes reserve slots there: reads may hang."""
+        is_written: npt.NDArray[np.bool_] = (self._table.reserved[pages] & self._disk_bits) != 0
+        return is_written
+
+    def _note_settled(self) -> None:
+        """Note those whose writes have ended without a copy."""
+        if not self._unsettled:
+            return
+        pages = np.array(list(self._unsettled), np.int32)
+        versions = np.array(list(self._unsettled.values()), np.int32)
+        is_over = ~self._are_being_written(pages)
+        for page in pages[is_over].tolist():
+            del self._unsettled[page]
+        settled = pages[is_over & (self._table.version[pages] == versions)]
+        settled = settled[self._wanted(settled)]
+        if settled.size:
+            self._noted.append((settled, self._table.version[settled].copy()))
 
     def _wanted(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
         """Committed, whole, at rest in memory, and not on the disk yet."""
@@ -72,6 +100,7 @@ class Backup:
 
     def advance(self, num_pages: int) -> None:
         """Start writing up to ``num_pages`` of the pages noted first."""
+        self._note_settled()
         refused: list[Int32Array] = []
         while self._noted and num_pages > 0:
             pages, versions = self._noted.popleft()
