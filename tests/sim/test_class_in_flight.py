@@ -6,15 +6,22 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from coldpage.storage import escalation
 from coldpage.testing.pattern_engine import PatternSequence
 from tests.property.checks import high_bits
 from tests.sim.persistent import DISK, Place, Session, SickFile, sick_files
 from tests.sim.persistent import prompt as persistent_prompt
-from tests.sim.test_recent_blocks import past
+from tests.sim.rig import Rig
+from tests.sim.scenes import Build, suspended, totals
+from tests.sim.test_recent_blocks import come_back, grown, made, past
+
+# ---------------------------------------------------------------------- write-behind
 
 
 def _written_late(
@@ -97,3 +104,59 @@ def test_what_fails_is_not_tried_for_ever(
     assert 0 < num_tried <= 8, "each once more at most"
     file.error = 0
     sequence.cache.close()
+
+
+# ---------------------------------------------------------------------- room
+
+
+def _droppable_in_motion(build: Build) -> tuple[Rig, PatternSequence]:
+    """Nobody holds ten hot pages, of which two are void where they are on host and disk."""
+    rig = made(build, hot=16, host=20, disk=30, codec=past, copies_behind=True)
+    sequence = suspended(rig, [0, *range(100, 111)])
+    rig.device.faults.is_io_held = True
+    host, disk = rig.storage.levels[1:]
+    pages = np.array(rig.pages(sequence), np.int32)
+    rig.storage._escalation.send_below(host, pages, disk)
+    come_back(rig, sequence)
+    grown(rig, sequence, 8)
+    rig.close(sequence)
+    return rig, sequence
+
+
+def test_what_nobody_holds_waits_for_void_transfers(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, _ = _droppable_in_motion(build)
+    drain = rig.storage._escalation._drain
+
+    def let_go() -> None:
+        rig.device.faults.is_io_held = False
+        drain()
+
+    monkeypatch.setattr(rig.storage._escalation, "_drain", let_go)
+    other = rig.engine.create()
+    assert other.resume()
+    assert other.cache.resize(32), "all of the hot level"
+    rig.device.faults.is_io_held = False
+    other.cache.close()
+    assert totals(rig, "room_waits") > 0
+    assert totals(rig, "dropped_pages") == 0, "there is room for all of them"
+    again = rig.create([0, *range(100, 111), *[7] * 8])
+    assert again.cache.history_length == 20
+    come_back(rig, again)
+
+
+def test_a_disk_that_hangs_is_not_waited_for_without_end(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "MAX_WAIT_S", 0.1)
+    rig, _ = _droppable_in_motion(build)
+    other = rig.create()
+    assert other.resume()
+    begin_s = time.monotonic()
+    assert other.cache.resize(32), "they go in the end"
+    assert time.monotonic() - begin_s < 5.0
+    assert totals(rig, "dropped_pages") == 2
+    rig.device.faults.is_io_held = False
+    rig.manager.finish_transfers()
+    rig.check()

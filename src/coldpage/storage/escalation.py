@@ -159,7 +159,8 @@ class Escalation:
         is lost.
 
         Held pages are lost, or displace held pages, only when no transfer in flight could still
-        make room, nor memory that the device prepares.
+        make room, nor memory that the device prepares. Others are lost only when no transfer in
+        flight has slots of theirs below, or when those have taken too long.
         """
         is_held = self._table.num_refs[pages] > 0
         held = self._send_down(pages[is_held], Losable.NOTHING, Losable.DROPPABLE)
@@ -173,8 +174,19 @@ class Escalation:
             held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.HELD)
         droppable = self._send_down(pages[~is_held], Losable.NOTHING, Losable.DROPPABLE)
+        while self._are_in_motion(droppable) and time.monotonic() <= deadline_s:
+            self._copies.events.totals["room_waits"] += 1
+            self._drain()
+            droppable = self._send_down(droppable, Losable.NOTHING, Losable.DROPPABLE)
         lost = self._without_copies(np.concatenate([droppable, held]))
         self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
+
+    def _are_in_motion(self, pages: Int32Array) -> bool:
+        """Whether transfers use slots of any of them below the hot level. They may bring a copy,
+        or be void: the slots may be had again then.
+        """
+        uses = self._table.busy[pages] | self._table.reserved[pages]
+        return bool(((uses & ~HOT_BIT) != 0).any())
 
     def wait_for_memory(self, above: CacheLevel, deadline_s: float) -> bool:
         """Let memory that the device prepares for colder levels get ready; False when there is no
