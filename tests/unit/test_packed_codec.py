@@ -413,6 +413,6 @@ def test_constants_of_another_form_are_refused() -> None:
 
 def test_without_numba_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    with pytest.raises(ConfigurationError, match=r"pip install coldpage\[codecs\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install numba.*'\.\[codecs\]'"):
         create_codec("turbo4", SMOL.pages())
     create_codec("concat", SMOL.pages())

@@ -348,5 +348,6 @@ def _require_numba(codec_id: str) -> None:
         is_installed = False
     if not is_installed:
         raise ConfigurationError(
-            f"codec {codec_id} needs numba, which is not installed: pip install coldpage[codecs]"
+            f"codec {codec_id} needs numba, which is not installed: run `pip install numba`, or "
+            "`pip install '.[codecs]'` in a clone of coldpage"
         )
