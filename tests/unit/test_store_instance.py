@@ -9,7 +9,9 @@ import shutil
 import stat
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,6 +60,38 @@ def test_an_instance_has_a_private_directory_of_its_own(tmp_path: Path) -> None:
         holder = json.loads((first.path / LOCK_NAME).read_text())
         assert holder["pid"] == os.getpid()
         assert set(holder) == {"pid", "started", "command"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/opt/venv/bin/coldpage", "serve", "--port", "0"], "coldpage serve --port 0"),
+        (["/opt/engine.py", "serve", f'{{"save path": "{70 * "x"}"}}', "7"], "engine.py serve …"),
+        ([""], "python"),
+    ],
+)
+def test_a_holder_says_its_program_and_no_half_arguments(
+    arguments: list[str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with InstanceDirectory.open(tmp_path, "a", _IDENTITY):
+        (info,) = list_instances(tmp_path)
+    assert info.holder is not None
+    assert info.holder.command == command
+
+
+def test_a_holder_that_is_a_module_says_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = ModuleSpec("coldpage.__main__", None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/lib/coldpage/__main__.py", "verify"])
+    with InstanceDirectory.open(tmp_path, "a", _IDENTITY):
+        (info,) = list_instances(tmp_path)
+    assert info.holder is not None
+    assert info.holder.command == "coldpage verify"
 
 
 def test_a_second_opener_is_told_who_is_there(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ LOCK_NAME: Final = "instance.lock"
 IDENTITY_NAME: Final = "identity.json"
 _ROOT: Final = "paged"
 _PREFIX: Final = "instance-"
+_MAX_COMMAND_CHARS: Final = 60
 # No separator, and never "." or ".." since the prefix stands before it.
 _ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Somebody who lists instances holds a lock for some microseconds; an instance for as long as it
@@ -294,8 +295,19 @@ def _own_version() -> str:
 
 def _holder_json() -> str:
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    command = " ".join(sys.argv)[:200] or "python"
-    return json.dumps({"pid": os.getpid(), "started": started, "command": command}) + "\n"
+    return json.dumps({"pid": os.getpid(), "started": started, "command": _command()}) + "\n"
+
+
+def _command() -> str:
+    """The program and its first arguments, whole ones, as far as they are for people to read."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = os.path.basename(sys.argv[0]) if spec is None else spec.name.removesuffix(".__main__")
+    command = (name or "python")[:_MAX_COMMAND_CHARS]
+    for argument in sys.argv[1:]:
+        if len(command) + 1 + len(argument) > _MAX_COMMAND_CHARS:
+            return f"{command} …"
+        command += f" {argument}"
+    return command
 
 
 def _write_whole(fd: int, text: str) -> None:
