@@ -171,8 +171,8 @@ def test_calibrate_reads_a_text_and_says_where_the_result_is(
     text = tmp_path / "text.txt"
     command = ["calibrate", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32"]
     for content, sentence in (
-        (None, f"--text {text} can not be read: "),
-        (b"\xff\xfe", f"--text {text} can not be read: 'utf-8' codec"),
+        (None, f"--text {text} can not be read: No such file or directory\n"),
+        (b"\xff\xfe", f"--text {text} is not UTF-8 at byte 0\n"),
         (b"too short", "the text has "),
     ):
         if content is not None:

@@ -57,5 +57,7 @@ def calibrate(model: str | None, text: str | None, device: str, dtype: str) -> N
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--text {path} can not be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--text {path} is not UTF-8 at byte {error.start:,}") from error
+    except OSError as error:
+        raise ConfigurationError(f"--text {path} can not be read: {error.strerror}") from error
