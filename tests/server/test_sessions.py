@@ -69,7 +69,8 @@ def test_a_saved_session_survives_its_erasure(http: httpx.Client, model: LoadedM
     assert not slot["is_processing"]
     tier = slot["tier"]
     assert tier["blocks_hot"] + tier["blocks_warm"] + tier["blocks_cold"] == 16
-    assert sorted(tier["fingerprints"]) == ["codec", "dtype", "model", "tokenizer"]
+    assert sorted(tier["fingerprints"]) == ["codec", "dtype", "model", "provenance", "tokenizer"]
+    assert bytes.fromhex(tier["fingerprints"]["provenance"]) == b"exact"
     place = f"/slots/{slot['id']}"
     saved = http.post(f"{place}?action=save", json={"filename": "one.bin"}).json()
     assert saved["id_slot"] == slot["id"]

@@ -178,6 +178,7 @@ class SessionControl:
             "tokenizer": identity.tokenizer,
             "dtype": identity.dtype,
             "codec": identity.codec,
+            "provenance": identity.provenance,
         }
         return SessionDone(command.request_id, slots=tuple(slots), fingerprints=fingerprints)
 

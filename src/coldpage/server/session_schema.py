@@ -103,7 +103,7 @@ class SlotTier(BaseModel):
     blocks_hot: int
     blocks_warm: int
     blocks_cold: int
-    fingerprints: dict[Literal["model", "tokenizer", "dtype", "codec"], str]
+    fingerprints: dict[Literal["model", "tokenizer", "dtype", "codec", "provenance"], str]
 
 
 class SlotReport(BaseModel):
