@@ -16,11 +16,11 @@ __all__ = ["GpuPages", "current_device"]
 # take from what decodes meanwhile. Measured on an H200, see docs/PERFORMANCE.md.
 _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
     ColdFormat.INT8: (10, 14),
-    ColdFormat.FP8: (10, 14),
+    ColdFormat.FP8: (10, 16),
     ColdFormat.INT4_TOKEN: (24, 20),
-    ColdFormat.INT4_CHANNEL: (12, 28),
-    ColdFormat.TURBO4: (44, 52),
-    ColdFormat.TURBO3: (56, 56),
+    ColdFormat.INT4_CHANNEL: (12, 32),
+    ColdFormat.TURBO4: (42, 54),
+    ColdFormat.TURBO3: (64, 48),
     ColdFormat.INT4_BLOCK: (64, 24),
 }
 
