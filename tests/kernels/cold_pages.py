@@ -49,14 +49,16 @@ def levels_of(
 ) -> npt.NDArray[np.int64]:
     """The codes of a packed buffer [kv_heads, tokens, head_dim] as whole numbers of which those of
     neighbouring values are neighbours."""
-    rows = packed[: cold_format.code_bytes(shape)].reshape(*shape[:2], -1)
+    raw = packed[: cold_format.code_bytes(shape)]
+    rows = raw.reshape(*shape[:2], -1)
     if cold_format is ColdFormat.INT8:
         return rows.view(np.int8).astype(np.int64)
     if cold_format is ColdFormat.FP8:
         size = (rows & 127).astype(np.int64)
         return np.where(rows & 128, -size, size)
     if cold_format is ColdFormat.TURBO3:
-        low, high = rows[..., : shape.head_dim // 4], rows[..., shape.head_dim // 4 :]
+        parts = np.split(raw, [raw.size // 3 * 2])
+        low, high = (part.reshape(*shape[:2], -1) for part in parts)
         low = np.concatenate([low >> (2 * j) & 3 for j in range(4)], -1)
         codes = low + 4 * np.concatenate([high >> j & 1 for j in range(8)], -1)
     else:

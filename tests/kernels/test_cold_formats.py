@@ -240,6 +240,22 @@ def test_turbo3_by_hand():
     assert parameters_of(packed, TURBO3, shape) == pytest.approx(norm / 8, rel=F16_ROUNDING)
 
 
+def test_turbo3_has_the_low_bits_of_all_vectors_before_the_high_ones():
+    """Buffers of one vector each, put together."""
+    shape = KVShape(3, 2, 64, NumberType.F32)
+    numbers = model_like(shape, 9)
+    one = shape._replace(num_kv_heads=1, tokens_per_block=1)
+    parts = [pack_buffer(numbers[h, t].reshape(1, 1, 64), TURBO3, one) for h, t in np.ndindex(3, 2)]
+    expected = np.concatenate(
+        [packed[a:b] for a, b in ((0, 16), (16, 24), (24, 26)) for packed in parts]
+    )
+    packed = pack_buffer(numbers, TURBO3, shape)
+    assert np.array_equal(packed[: expected.size], expected)
+    assert not packed[expected.size :].any()
+    back = [unpack_buffer(part, TURBO3, one).reshape(64) for part in parts]
+    assert np.array_equal(unpack_buffer(packed, TURBO3, shape).reshape(6, 64), back)
+
+
 @pytest.mark.parametrize("cold_format", FORMATS.values())
 def test_a_key_turned_back_is_packed_as_the_key_before_rotation(cold_format):
     """The same key at any position gives the same codes, but for ties; that is the whole point."""

@@ -12,11 +12,13 @@ import pytest
 from coldpage.kernels.cold.formats import FORMATS, ColdFormat
 from coldpage.kernels.cold.gpu import UNPACK
 from coldpage.kernels.cold.gpu_rotated import _MARKED_3, _NUMBERS_ASM, _SQUARE, _SQUARES_ASM
+from coldpage.kernels.cold.gpu_three_bits import _NUMBERS_ASM as _NUMBERS_3_ASM
 from coldpage.kernels.cold.numbers import MAGNITUDES
 from tests.kernels.offline import Code, compiled_kernels
 
 MAX_LOCAL_BYTES = 32  # of a thread
 WAYS = ("pack", "unpack")
+ONE_HEAD_WAYS = ("pack one head", "unpack one head")
 TILE_NUMBERS = 8192
 VECTOR_BYTES = 16  # that one instruction moves at most
 THREADS = 128  # of a program
@@ -27,18 +29,19 @@ from pathlib import Path
 import numpy as np
 import triton.backends.nvidia
 from coldpage.kernels.cold import gpu
-from coldpage.kernels.cold.formats import FORMATS, PackedBuffers
+from coldpage.kernels.cold.formats import FORMATS, ColdFormat, PackedBuffers
 from tests.kernels.cold_pages import LLAMA_8B
 
 folder = Path(FOLDER)
 gpu._is_gpu = lambda device: True
 HERE = 1 << 40
 
-def move(cold_format, calls):
-    size, hot = cold_format.buffer_bytes(LLAMA_8B), LLAMA_8B.num_bytes
+def move(cold_format, shape, calls):
+    size, hot = cold_format.buffer_bytes(shape), shape.num_bytes
     places = np.array([HERE, HERE + hot]), np.array([2 * hot, 2 * hot]), np.array([0, size])
-    frequencies, means = np.zeros((2, 64), np.uint32), np.zeros((2, 8, 128), np.float32)
-    buffers = PackedBuffers(cold_format, LLAMA_8B, *places, 2 * size, frequencies, means)
+    means = np.zeros((2, shape.num_kv_heads, 128), np.float32)
+    frequencies = np.zeros((2, 64), np.uint32)
+    buffers = PackedBuffers(cold_format, shape, *places, 2 * size, frequencies, means)
     on_gpu = gpu.GpuBuffers(buffers, torch.device("cpu"))
     for call in calls:
         gpu.pack_pages_gpu(on_gpu, *call)
@@ -49,7 +52,8 @@ once = [(HERE, HERE, 100, HERE, 32)]
 # Other places, numbers of pages and of programs.
 more = [(HERE + 16, HERE + 8, n, HERE + 4, p) for n in (1, 16, 4097) for p in (1, 64)]
 for cold_format in FORMATS.values():
-    move(cold_format, once + more)
+    move(cold_format, LLAMA_8B, once + more)
+move(ColdFormat.TURBO3, LLAMA_8B._replace(num_kv_heads=1), once)
 
 tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 found = []
@@ -78,11 +82,13 @@ Kernels = dict[tuple[ColdFormat, str], Kernel]
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """Those of all formats for keys with positions and means: one each way."""
+    """Those of all formats for keys with positions and means, one each way; and of turbo3 for
+    pages with a single head."""
     folder = tmp_path_factory.mktemp("cold")
     codes = compiled_kernels(_LAUNCHES.replace("FOLDER", repr(str(folder))), folder)
     resources = json.loads((folder / "resources.json").read_text())
     names = [(cold_format, way) for cold_format in FORMATS.values() for way in WAYS]
+    names += [(ColdFormat.TURBO3, way) for way in ONE_HEAD_WAYS]
     # Were one compiled for a number of pages or a place, there would be more.
     assert len(codes) == len(names)
     made = {}
@@ -101,11 +107,15 @@ def test_registers_suffice(kernels: Kernels) -> None:
 @pytest.mark.parametrize("cold_format", FORMATS.values())
 def test_codes_are_written_16_bytes_a_thread(kernels: Kernels, cold_format: ColdFormat) -> None:
     kernel = kernels[cold_format, "pack"]
-    bits = 4 if cold_format is ColdFormat.TURBO3 else cold_format.bits  # a quarter is not there
-    vectors = TILE_NUMBERS * bits // 8 // THREADS // VECTOR_BYTES
+    vectors = TILE_NUMBERS * cold_format.bits // 8 // THREADS // VECTOR_BYTES
     assert kernel.count(r"st\.global\.v4\.b32") == vectors
+    halves = 0
+    if cold_format is ColdFormat.TURBO3:
+        # Of the second part there are half as many bytes as threads could write at once.
+        halves = kernel.count(r"st\.global\.v2\.b32")
+        assert halves == 1
     # Besides, parameters.
-    assert kernel.count(r"st\.global\.") <= vectors + 2
+    assert kernel.count(r"st\.global\.") <= vectors + halves + 2
 
 
 @pytest.mark.parametrize("cold_format", FORMATS.values())
@@ -128,10 +138,19 @@ def test_a_thread_finds_the_limits_of_its_channels_alone(kernels: Kernels) -> No
 
 @pytest.mark.parametrize("cold_format", FORMATS.values())
 def test_codes_are_read_some_tiles_ahead(kernels: Kernels, cold_format: ColdFormat) -> None:
-    code = kernels[cold_format, "unpack"].code
+    parts = (32, 16) if cold_format is ColdFormat.TURBO3 else (cold_format.bits * 16,)
+    _check_reads(kernels[cold_format, "unpack"].code, [f"64x{columns}xi8" for columns in parts])
+
+
+def test_tiles_with_few_bytes_are_read_ahead_by_words(kernels: Kernels) -> None:
+    """Fewer than four bytes a thread can not be."""
+    _check_reads(kernels[ColdFormat.TURBO3, "unpack one head"].code, ["16x8xi32", "16x4xi32"])
+
+
+def _check_reads(code: Code, parts: list[str]) -> None:
     ahead = UNPACK.stages - 1
-    columns = cold_format.bits * 16 if cold_format is not ColdFormat.TURBO3 else 64
-    assert f"!ttg.memdesc<{ahead}x64x{columns}xi8," in code.layouts
+    for part in parts:
+        assert f"!ttg.memdesc<{ahead}x{part}," in code.layouts
     # Where a loop waits for one of them, others are on their way.
     loop = code.layouts[code.layouts.index("scf.for") :]
     waits = [int(num) for num in re.findall(r"ttg\.async_wait .*\{num = (\d+)", loop)]
@@ -141,8 +160,9 @@ def test_codes_are_read_some_tiles_ahead(kernels: Kernels, cold_format: ColdForm
 
 
 def test_tensor_cores_rotate(kernels: Kernels) -> None:
-    is_rotated = {name: kernel.count(r"wgmma\.mma_async") > 0 for name, kernel in kernels.items()}
-    assert is_rotated == {name: name[0].is_rotated for name in kernels}
+    names = [(cold_format, way) for cold_format in FORMATS.values() for way in WAYS]
+    is_rotated = {name: kernels[name].count(r"wgmma\.mma_async") > 0 for name in names}
+    assert is_rotated == {name: name[0].is_rotated for name in names}
 
 
 def _permuted(low: int, high: int, selector: int) -> int:
@@ -156,16 +176,17 @@ def _permuted(low: int, high: int, selector: int) -> int:
     return result
 
 
-def _run_by_hand(asm: str, word: int, num_results: int) -> list[int]:
-    """What PTX makes of a word: its first registers."""
+def _run_by_hand(asm: str, words: list[int], num_results: int) -> list[int]:
+    """What PTX makes of words: its first registers."""
     does = {
         "and.b32": lambda a, b: a & b,
         "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
         "shr.u32": lambda a, b: a >> b,
         "prmt.b32": _permuted,
         "lop3.b32": lambda a, b, c, _: a ^ b & c,
+        "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
     }
-    registers = {f"${num_results}": word}
+    registers = {f"${i}": word for i, word in enumerate(words, num_results)}
     for line in asm.strip("{}\n ").split(";")[1:-1]:
         name, rest = line.split(maxsplit=1)
         to, *sources = rest.split(", ")
@@ -181,11 +202,27 @@ def test_byte_permutations_look_codes_up() -> None:
     for word in words:
         codes = np.array([word]).view(np.uint8)
         halves = np.concatenate([codes & 15, codes >> 4])
-        found = np.array(_run_by_hand(_NUMBERS_ASM.value, int(word), 4), np.uint32)
+        found = np.array(_run_by_hand(_NUMBERS_ASM.value, [int(word)], 4), np.uint32)
         expected = numbers[halves & 7] * np.where(halves & 8, -1, 1)
         assert np.array_equal(found.view(np.float16), expected.astype(np.float16))
-        squares = np.array(_run_by_hand(_SQUARES_ASM.value, int(word), 8)) * _SQUARE.value
+        squares = np.array(_run_by_hand(_SQUARES_ASM.value, [int(word)], 8)) * _SQUARE.value
         assert squares == pytest.approx(numbers[halves & 7] ** 2, abs=1e-4)
+
+
+@pytest.mark.parametrize("quarter", range(2))
+@pytest.mark.parametrize("eighth", range(4))
+def test_byte_permutations_look_both_parts_of_a_code_up(quarter: int, eighth: int) -> None:
+    magnitudes = np.array(MAGNITUDES[ColdFormat.TURBO3])
+    for pair in np.random.default_rng(0).integers(2**32, size=(50, 2), dtype=np.uint32):
+        shifts = 2 * quarter, eighth  # the same for four bytes
+        words = [int(word) for word in pair] + [shift * 0x01010101 for shift in shifts]
+        found = np.array(_run_by_hand(_NUMBERS_3_ASM.value, words, 4), np.uint32)
+        bytes_ = pair.view(np.uint8).reshape(2, 4)
+        two_bits, one_bit = (part >> shift for part, shift in zip(bytes_, shifts, strict=True))
+        magnitude = magnitudes[np.concatenate([two_bits & 3, two_bits >> 4 & 3])]
+        sign = np.concatenate([one_bit & 1, one_bit >> 4 & 1])
+        expected = np.where(sign, -magnitude, magnitude).astype(np.float16)
+        assert np.array_equal(found.view(np.float16), expected)
 
 
 def test_magnitudes_of_turbo3_carry_their_codes() -> None:

@@ -240,15 +240,14 @@ def _format_of(name: str, buffer: BufferDesc) -> ColdFormat | None:
 
 def _levels(packed: _Bytes, cold_format: ColdFormat, shape: KVShape) -> _Ints:
     """Codes as whole numbers in the order of what they stand for."""
-    codes = packed[: cold_format.code_bytes(shape)].reshape(
-        -1, shape.head_dim * cold_format.bits // 8
-    )
+    raw = packed[: cold_format.code_bytes(shape)]
+    codes = raw.reshape(-1, shape.head_dim * cold_format.bits // 8)
     if cold_format is ColdFormat.INT8:
         return codes.view(np.int8).astype(np.int64)
     if cold_format is ColdFormat.FP8:
         return _signed(codes.astype(np.int64), 128)
     if cold_format is ColdFormat.TURBO3:
-        low, high = np.split(codes, [shape.head_dim // 4], axis=1)
+        low, high = (part.reshape(len(codes), -1) for part in np.split(raw, [raw.size // 3 * 2]))
         parts = [np.hstack([low >> (2 * j) & 3 for j in range(4)])]
         parts.append(np.hstack([high >> j & 1 for j in range(8)]))
         return _signed((parts[0] | parts[1] << 2).astype(np.int64), 4)

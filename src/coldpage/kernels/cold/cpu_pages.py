@@ -170,22 +170,29 @@ def _cold_buffer(buffers: BufferTable, pages: PageTable, page: int, b: int) -> A
     return cold_page + buffers.cold_offset_bytes[b]
 
 
-@compiled
-def _cold_tile(buffers: BufferTable, pages: PageTable, page: int, b: int, tile: int) -> Any:
-    """Its codes, uint8 [vectors, code bytes of a vector], and its parameters."""
-    start = _cold_buffer(buffers, pages, page, b)
-    num_bytes = buffers.code_bytes // buffers.num_tiles
-    num_parameters = buffers.num_parameters // buffers.num_tiles
-    codes = bytes_at(start + tile * num_bytes, num_bytes)
-    parameters = halves_at(start + buffers.code_bytes + 2 * tile * num_parameters, num_parameters)
-    return codes.reshape((buffers.tile_heads * buffers.tokens, -1)), parameters
+# A few numbers as arguments: the whole table would take longer than a vector to hand over.
 
 
 @compiled
-def _clear_padding(buffers: BufferTable, pages: PageTable, page: int, b: int) -> None:
+def _one_part(start: Any, code_bytes: int, num_tiles: int, tile: int, vectors: int) -> Any:
+    """A tile's codes in the buffer at ``start``, uint8 [vectors, code bytes of a vector]."""
+    num_bytes = code_bytes // num_tiles
+    return bytes_at(start + tile * num_bytes, num_bytes).reshape((vectors, -1))
+
+
+@compiled
+def _two_parts(start: Any, code_bytes: int, num_tiles: int, tile: int, vectors: int) -> Any:
+    """Those of turbo3: a pair."""
+    high_bytes = code_bytes // 3
+    low_bytes = 2 * high_bytes
+    low = _one_part(start, low_bytes, num_tiles, tile, vectors)
+    return low, _one_part(start + low_bytes, high_bytes, num_tiles, tile, vectors)
+
+
+@compiled
+def _clear_padding(buffers: BufferTable, start: Any) -> None:
     used_bytes = buffers.code_bytes + 2 * buffers.num_parameters
-    start = _cold_buffer(buffers, pages, page, b) + used_bytes
-    bytes_at(start, buffers.buffer_bytes - used_bytes)[:] = 0
+    bytes_at(start + used_bytes, buffers.buffer_bytes - used_bytes)[:] = 0
 
 
 @compiled
@@ -198,28 +205,38 @@ def _room_for_tile(buffers: BufferTable) -> Any:
 
 
 @inlined
-def _pack(buffers: BufferTable, pages: PageTable, first: int, last: int, pack_tile: Any) -> None:
+def _pack(
+    buffers: BufferTable, pages: PageTable, first: int, last: int, codes_of: Any, pack_tile: Any
+) -> None:
     turns = _no_turns(buffers, pages)
     x, bench = _room_for_tile(buffers)
+    num_parameters = buffers.num_parameters // buffers.num_tiles
     for item in range(first, last):
         page, b = item // buffers.hot_base.size, item % buffers.hot_base.size
+        start = _cold_buffer(buffers, pages, page, b)
+        first_parameter = start + buffers.code_bytes
         for tile in range(buffers.num_tiles):
             _load_tile(buffers, pages, turns, page, b, tile, x)
-            codes, parameters = _cold_tile(buffers, pages, page, b, tile)
+            codes = codes_of(start, buffers.code_bytes, buffers.num_tiles, tile, x.shape[0])
+            parameters = halves_at(first_parameter + 2 * tile * num_parameters, num_parameters)
             pack_tile(x, codes, parameters, bench)
-        _clear_padding(buffers, pages, page, b)
+        _clear_padding(buffers, start)
 
 
 @inlined
 def _unpack(
-    buffers: BufferTable, pages: PageTable, first: int, last: int, unpack_tile: Any
+    buffers: BufferTable, pages: PageTable, first: int, last: int, codes_of: Any, unpack_tile: Any
 ) -> None:
     turns = _no_turns(buffers, pages)
     x, bench = _room_for_tile(buffers)
+    num_parameters = buffers.num_parameters // buffers.num_tiles
     for item in range(first, last):
         page, b = item // buffers.hot_base.size, item % buffers.hot_base.size
+        start = _cold_buffer(buffers, pages, page, b)
+        first_parameter = start + buffers.code_bytes
         for tile in range(buffers.num_tiles):
-            codes, parameters = _cold_tile(buffers, pages, page, b, tile)
+            codes = codes_of(start, buffers.code_bytes, buffers.num_tiles, tile, x.shape[0])
+            parameters = halves_at(first_parameter + 2 * tile * num_parameters, num_parameters)
             unpack_tile(x, codes, parameters, bench)
             _store_tile(buffers, pages, turns, page, b, tile, x)
 
@@ -229,72 +246,72 @@ def _unpack(
 
 @compiled_and_kept
 def _pack_int8(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_int8)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_int8)
 
 
 @compiled_and_kept
 def _unpack_int8(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_int8)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_int8)
 
 
 @compiled_and_kept
 def _pack_fp8(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_fp8)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_fp8)
 
 
 @compiled_and_kept
 def _unpack_fp8(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_fp8)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_fp8)
 
 
 @compiled_and_kept
 def _pack_int4_token(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_int4_token)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_int4_token)
 
 
 @compiled_and_kept
 def _unpack_int4_token(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_int4_token)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_int4_token)
 
 
 @compiled_and_kept
 def _pack_int4_channel(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_int4_channel)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_int4_channel)
 
 
 @compiled_and_kept
 def _unpack_int4_channel(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_int4_channel)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_int4_channel)
 
 
 @compiled_and_kept
 def _pack_turbo4(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_turbo4)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_turbo4)
 
 
 @compiled_and_kept
 def _unpack_turbo4(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_turbo4)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_turbo4)
 
 
 @compiled_and_kept
 def _pack_turbo3(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_turbo3)
+    _pack(buffers, pages, first, last, _two_parts, tiles.pack_turbo3)
 
 
 @compiled_and_kept
 def _unpack_turbo3(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_turbo3)
+    _unpack(buffers, pages, first, last, _two_parts, tiles.unpack_turbo3)
 
 
 @compiled_and_kept
 def _pack_int4_block(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _pack(buffers, pages, first, last, tiles.pack_int4_block)
+    _pack(buffers, pages, first, last, _one_part, tiles.pack_int4_block)
 
 
 @compiled_and_kept
 def _unpack_int4_block(buffers: BufferTable, pages: PageTable, first: int, last: int) -> None:
-    _unpack(buffers, pages, first, last, tiles.unpack_int4_block)
+    _unpack(buffers, pages, first, last, _one_part, tiles.unpack_int4_block)
 
 
 PACKERS: Final[dict[ColdFormat, Worker]] = {

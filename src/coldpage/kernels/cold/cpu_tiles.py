@@ -4,7 +4,7 @@ A tile is the vectors that can share parameters: one KV head's of a block, of ``
 Every packing function has the arguments
 
     x           f32 [vectors, head_dim], which it overwrites
-    codes       uint8 [vectors, code bytes of a vector]
+    codes       uint8 [vectors, code bytes of a vector]; of turbo3 a pair of these, its two parts
     parameters  uint16 [f16 parameters of the tile]
     bench       what else it needs
 
@@ -67,6 +67,7 @@ __all__ = [
 
 _Numbers = npt.NDArray[np.float32]
 _Codes = npt.NDArray[np.uint8]
+_TwoParts = tuple[_Codes, _Codes]
 _Parameters = npt.NDArray[np.uint16]
 
 _F = np.float32
@@ -276,7 +277,7 @@ def unpack_turbo4(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Wo
 
 
 @compiled
-def pack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
+def pack_turbo3(x: _Numbers, codes: _TwoParts, parameters: _Parameters, bench: Workbench) -> None:
     """Rotated, three bits a number."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
@@ -289,16 +290,16 @@ def pack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Work
             # The product is above 1 but for zeros: no number stands for less than 0.24.
             norm = np.sqrt(squared) * np.sqrt(_F(group)) / max(product, _ONE)
             parameters[v * groups + g] = _stored_norm(norm)
-        turbo3_bits(bench.codes, codes[v])
+        turbo3_bits(bench.codes, codes[0][v], codes[1][v])
 
 
 @compiled
-def unpack_turbo3(x: _Numbers, codes: _Codes, parameters: _Parameters, bench: Workbench) -> None:
+def unpack_turbo3(x: _Numbers, codes: _TwoParts, parameters: _Parameters, bench: Workbench) -> None:
     """The inverse of ``pack_turbo3``."""
     vector, group = bench.rows[0], bench.group
     groups = vector.size // group
     for v in range(x.shape[0]):
-        turbo3_numbers(codes[v], vector)
+        turbo3_numbers(codes[0][v], codes[1][v], vector)
         for g in range(groups):
             norm = _stored(parameters[v * groups + g])
             rotated, result = vector[g * group : (g + 1) * group], x[v, g * group : (g + 1) * group]

@@ -175,10 +175,9 @@ def turbo3_codes_of(row: _Row, unit: Any, codes: _Codes) -> Any:
 
 
 @compiled
-def turbo3_bits(codes: _Codes, packed: _Codes) -> None:
-    """Codes [head_dim] as they are stored [head_dim * 3 / 8]."""
-    quarter, eighth = codes.size // 4, codes.size // 8
-    low, high = packed[:quarter], packed[quarter:]
+def turbo3_bits(codes: _Codes, low: _Codes, high: _Codes) -> None:
+    """Codes [head_dim] as they are stored: [head_dim / 4] and [head_dim / 8]."""
+    quarter, eighth = low.size, high.size
     a, b = codes[:quarter], codes[quarter : 2 * quarter]
     c, d = codes[2 * quarter : 3 * quarter], codes[3 * quarter :]
     for i in range(quarter):
@@ -193,10 +192,9 @@ def turbo3_bits(codes: _Codes, packed: _Codes) -> None:
 
 
 @compiled
-def turbo3_numbers(packed: _Codes, row: _Row) -> None:
+def turbo3_numbers(low: _Codes, high: _Codes, row: _Row) -> None:
     """What stored codes stand for."""
-    quarter, eighth = row.size // 4, row.size // 8
-    low, high = packed[:quarter], packed[quarter:]
+    quarter, eighth = low.size, high.size
     for j in range(4):
         part = row[j * quarter : (j + 1) * quarter]
         for i in range(quarter):

@@ -15,9 +15,12 @@ said otherwise; then zeros up to a multiple of 16 bytes.
 | int4_block | 4 bits, 8 + (-7 to 7) | one f32 scale | (code - 8) x scale |
 
 4 bits: byte ``i`` of a vector's ``head_dim / 2`` has number ``i`` in its low half and number
-``i + head_dim / 2`` in its high half. 3 bits: byte ``i`` of the first ``head_dim / 4`` has the
-lower two bits of the numbers ``i + j * head_dim / 4`` at bit ``2 * j``; byte ``i`` of the
-``head_dim / 8`` behind them has the high bit of the numbers ``i + j * head_dim / 8`` at bit ``j``.
+``i + head_dim / 2`` in its high half. 3 bits: two parts, each in the order of the vectors. In the
+first, byte ``i`` of a vector's ``head_dim / 4`` has the lower two bits of the numbers
+``i + j * head_dim / 4`` at bit ``2 * j``; in the second, which begins behind the first of all
+vectors, byte ``i`` of a vector's ``head_dim / 8`` has the high bit of the numbers
+``i + j * head_dim / 8`` at bit ``j``. Rows of both are powers of two, so that a GPU moves whole
+lines of memory.
 
 Groups: of int4_token at most 64 numbers of a vector that follow each other, of int4_channel at most
 64 tokens of the block, of turbo at most 128 numbers of a vector. A rotated number's code is its

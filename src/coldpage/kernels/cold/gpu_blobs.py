@@ -1,8 +1,8 @@
 """Codes and parameters of a tile in a packed buffer, which begins at the address ``cold``.
 
-Codes of a tile's rows lie one behind the other, so a warp writes hundreds of bytes that follow each
-other, 16 a thread. Parameters are read by whole words, since what is narrower can not be copied
-ahead.
+Codes of a tile's rows lie one behind the other, those of turbo3 in either of their two parts, so a
+warp moves hundreds of bytes that follow each other, 16 a thread. Parameters are read by whole
+words, since what is narrower can not be copied ahead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from coldpage.kernels.cold.gpu_vectors import load_present, store_present
 
 __all__ = [
     "load_codes",
+    "load_codes_by_words",
     "load_f16_parameters",
     "load_words",
     "parameters",
@@ -75,6 +76,21 @@ def load_codes(
     """The same backwards."""
     at, mask = _codes_at(cold, rows, COLUMNS, LENGTH, STRIDE, TILES)
     return load_present(at, mask, TILES.is_whole and COLUMNS == LENGTH)
+
+
+@triton.jit
+def load_codes_by_words(cold, rows, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """Bytes [rows, columns], all of them a row's, rows behind each other: by words, so that those
+    of a tile with less than four for each thread are copied ahead too."""
+    vector, is_row = rows
+    ROWS: tl.constexpr = vector.shape[0]
+    WORDS: tl.constexpr = COLUMNS // 4
+    at = pointer(cold, tl.int32, TILES.cold_alignment)
+    at += vector[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    word = load_present(at, is_row[:, None], TILES.is_whole)
+    shift = 8 * tl.arange(0, 4)[None, None, :]
+    parts = tl.broadcast_to(tl.reshape(word, [ROWS, WORDS, 1]), (ROWS, WORDS, 4)) >> shift
+    return tl.reshape(parts, [ROWS, COLUMNS]).to(tl.uint8)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from coldpage.kernels.cold.gpu_blobs import (
     load_codes,
+    load_codes_by_words,
     load_f16_parameters,
     load_words,
     parameters,
@@ -30,11 +31,10 @@ from coldpage.kernels.cold.gpu_codes import (
 )
 from coldpage.kernels.cold.gpu_rotated import (
     pack_rotated,
-    three_bit_bytes,
-    turbo3_numbers,
     turbo4_numbers,
     unrotated,
 )
+from coldpage.kernels.cold.gpu_three_bits import three_bit_bytes, turbo3_numbers
 from coldpage.kernels.cold.gpu_vectors import (
     IS_INT4_BLOCK,
     IS_INT4_TOKEN,
@@ -42,6 +42,9 @@ from coldpage.kernels.cold.gpu_vectors import (
 )
 
 __all__ = ["pack_tile", "store_nibbles", "unpack_tile"]
+
+# Of a tile, four or more for each thread of eight warps.
+_MANY_BYTES = tl.constexpr(1024)
 
 
 @triton.jit
@@ -52,8 +55,7 @@ def pack_tile(cold, low, high, rows, matrices, TILES: tl.constexpr):
         if TILES.kind == IS_TURBO4:
             store_nibbles(cold, low, high, rows, TILES)
         else:
-            ROW: tl.constexpr = TILES.half // 4 * 3
-            store_codes(cold, three_bit_bytes(low, high), rows, ROW, ROW, TILES)
+            _store_three_bits(cold, low, high, rows, TILES)
         store_f16_parameters(cold, norm, rows, TILES)
     elif TILES.kind == IS_INT4_TOKEN:
         _pack_tokens(cold, low.to(tl.float32), high.to(tl.float32), rows, TILES)
@@ -68,6 +70,16 @@ def store_nibbles(cold, low, high, rows, TILES: tl.constexpr):
     """Codes of 4 bits, those of both halves in a byte."""
     packed = ((low & 15) | (high << 4)).to(tl.uint8)
     store_codes(cold, packed, rows, TILES.half, TILES.half, TILES)
+
+
+@triton.jit
+def _store_three_bits(cold, low, high, rows, TILES: tl.constexpr):
+    """Codes in two parts. The second begins as aligned as the first: rows have 16 bytes or more."""
+    LOW: tl.constexpr = TILES.half // 2
+    HIGH: tl.constexpr = TILES.half // 4
+    two_bits, one_bit = three_bit_bytes(low, high)
+    store_codes(cold, two_bits, rows, LOW, LOW, TILES)
+    store_codes(cold + TILES.code_bytes // 3 * 2, one_bit, rows, HIGH, HIGH, TILES)
 
 
 @triton.jit
@@ -148,9 +160,26 @@ def _load_rotated(cold, rows, matrices, TILES: tl.constexpr):
             load_codes(cold, rows, TILES.width, TILES.half, TILES.half, TILES), TILES
         )
     else:
-        ROW: tl.constexpr = TILES.half // 4 * 3
-        low, high = turbo3_numbers(load_codes(cold, rows, TILES.width, ROW, ROW, TILES))
+        low, high = turbo3_numbers(*_load_three_bits(cold, rows, TILES), TILES)
     return unrotated(low, high, load_f16_parameters(cold, rows, TILES), matrices, TILES)
+
+
+@triton.jit
+def _load_three_bits(cold, rows, TILES: tl.constexpr):
+    LOW: tl.constexpr = TILES.half // 2
+    HIGH: tl.constexpr = TILES.half // 4
+    two_bits = _load_part(cold, rows, LOW, TILES)
+    one_bit = _load_part(cold + TILES.code_bytes // 3 * 2, rows, HIGH, TILES)
+    return two_bits, one_bit
+
+
+@triton.jit
+def _load_part(cold, rows, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    if rows[0].shape[0] * COLUMNS >= _MANY_BYTES:
+        result = load_codes(cold, rows, COLUMNS, COLUMNS, COLUMNS, TILES)
+    else:
+        result = load_codes_by_words(cold, rows, COLUMNS, TILES)
+    return result
 
 
 @triton.jit

@@ -20,10 +20,10 @@ from coldpage.kernels.cold.gpu_vectors import IS_TURBO4
 from coldpage.kernels.cold.numbers import MAGNITUDES, THRESHOLDS, TURBO3_STEP
 
 __all__ = [
+    "byte_tables",
     "load_matrices",
+    "one_of_4",
     "pack_rotated",
-    "three_bit_bytes",
-    "turbo3_numbers",
     "turbo4_numbers",
     "unrotated",
 ]
@@ -31,7 +31,6 @@ __all__ = [
 _TURBO4: Final = MAGNITUDES[ColdFormat.TURBO4]
 _TURBO3: Final = MAGNITUDES[ColdFormat.TURBO3]
 _NUMBERS_4 = tl.constexpr(_TURBO4)
-_NUMBERS_3 = tl.constexpr(_TURBO3)
 _LIMITS_4 = tl.constexpr(THRESHOLDS[ColdFormat.TURBO4])
 _LIMITS_3 = tl.constexpr(THRESHOLDS[ColdFormat.TURBO3])
 
@@ -49,15 +48,15 @@ _MARKED_3 = tl.constexpr(tuple(_MARKED.astype(np.uint32).view(np.float32).tolist
 _LEAST_PRODUCT = tl.constexpr(2.0**-100)
 
 
-def _byte_tables(numbers: np.ndarray) -> list[str]:
+def byte_tables(numbers: np.ndarray) -> list[str]:
     """Of eight numbers of 16 bits, the low bytes and the high ones: two registers each, in which a
     byte permutation looks up."""
     planes = numbers.astype("<u2").view(np.uint8).reshape(8, 2).T.copy().view("<u4")
     return [f"0x{first:08X}, 0x{second:08X}" for first, second in planes.tolist()]
 
 
-_F16_LOW, _F16_HIGH = _byte_tables(np.array(_TURBO4, np.float16).view(np.uint16))
-_SQUARE_LOW, _SQUARE_HIGH = _byte_tables(np.array(_WHOLE_4, np.uint16))
+_F16_LOW, _F16_HIGH = byte_tables(np.array(_TURBO4, np.float16).view(np.uint16))
+_SQUARE_LOW, _SQUARE_HIGH = byte_tables(np.array(_WHOLE_4, np.uint16))
 
 # Four bytes at a time, of which each half is one code. A permutation looks up four of them; where
 # bit 3 is set it fills bytes with the highest bit of what it would take.
@@ -227,8 +226,8 @@ def _code_squares(low, high, TILES: tl.constexpr):
 
 @triton.jit
 def _square(code):
-    upper = _one_of_4(code, _SQUARES_4[4], _SQUARES_4[5], _SQUARES_4[6], _SQUARES_4[7])
-    lower = _one_of_4(code, _SQUARES_4[0], _SQUARES_4[1], _SQUARES_4[2], _SQUARES_4[3])
+    upper = one_of_4(code, _SQUARES_4[4], _SQUARES_4[5], _SQUARES_4[6], _SQUARES_4[7])
+    lower = one_of_4(code, _SQUARES_4[0], _SQUARES_4[1], _SQUARES_4[2], _SQUARES_4[3])
     return tl.where((code & 4) != 0, upper, lower)
 
 
@@ -272,53 +271,10 @@ def _turbo3_code(number, magnitude):
 
 
 @triton.jit
-def _one_of_4(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """By the lowest two bits."""
+def one_of_4(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """One of four numbers, by the lowest two bits of a code."""
     is_odd = (code & 1) != 0
     return tl.where((code & 2) != 0, tl.where(is_odd, D, C), tl.where(is_odd, B, A))
-
-
-@triton.jit
-def three_bit_bytes(low, high):
-    """Codes of 3 bits as bytes in their order: [rows, half of a vector], a quarter of which is no
-    part of the row."""
-    ROWS: tl.constexpr = low.shape[0]
-    HALF: tl.constexpr = low.shape[1]
-    quarter = tl.arange(0, 2)[None, :, None]
-    two_bits = (tl.reshape(low & 3, [ROWS, 2, HALF // 2]) << (2 * quarter)) | (
-        tl.reshape(high & 3, [ROWS, 2, HALF // 2]) << (2 * quarter + 4)
-    )
-    two_bits = tl.reshape(tl.sum(two_bits, 1), [ROWS, 2, HALF // 4])
-    eighth = tl.arange(0, 4)[None, :, None]
-    one_bit = (tl.reshape(low >> 2, [ROWS, 4, HALF // 4]) << eighth) | (
-        tl.reshape(high >> 2, [ROWS, 4, HALF // 4]) << (eighth + 4)
-    )
-    one_bit = tl.broadcast_to(tl.sum(one_bit, 1)[:, None, :], [ROWS, 2, HALF // 4])
-    both = tl.permute(tl.join(two_bits, one_bit), [0, 3, 1, 2])
-    return tl.reshape(both, [ROWS, HALF]).to(tl.uint8)
-
-
-@triton.jit
-def turbo3_numbers(packed):
-    """The numbers of both halves, f32, from what ``three_bit_bytes`` gives."""
-    ROWS: tl.constexpr = packed.shape[0]
-    HALF: tl.constexpr = packed.shape[1]
-    parts = tl.permute(tl.reshape(packed.to(tl.int32), [ROWS, 2, HALF // 2]), [0, 2, 1])
-    two_bits, one_bit = tl.split(parts)
-    one_bit, _ = tl.split(tl.permute(tl.reshape(one_bit, [ROWS, 2, HALF // 4]), [0, 2, 1]))
-    quarter = tl.arange(0, 2)[None, :, None] * 2
-    eighth = tl.arange(0, 4)[None, :, None]
-    low = tl.reshape(two_bits[:, None, :] >> quarter, [ROWS, HALF])
-    high = tl.reshape(two_bits[:, None, :] >> (quarter + 4), [ROWS, HALF])
-    low_sign = tl.reshape(one_bit[:, None, :] >> eighth, [ROWS, HALF])
-    high_sign = tl.reshape(one_bit[:, None, :] >> (eighth + 4), [ROWS, HALF])
-    return _turbo3_number(low, low_sign), _turbo3_number(high, high_sign)
-
-
-@triton.jit
-def _turbo3_number(code, sign):
-    size = _one_of_4(code, _NUMBERS_3[0], _NUMBERS_3[1], _NUMBERS_3[2], _NUMBERS_3[3])
-    return tl.where((sign & 1) != 0, -size, size)
 
 
 @triton.jit
@@ -341,8 +297,8 @@ def turbo4_numbers(packed, TILES: tl.constexpr):
 
 @triton.jit
 def _turbo4_number(code):
-    upper = _one_of_4(code, _NUMBERS_4[4], _NUMBERS_4[5], _NUMBERS_4[6], _NUMBERS_4[7])
-    lower = _one_of_4(code, _NUMBERS_4[0], _NUMBERS_4[1], _NUMBERS_4[2], _NUMBERS_4[3])
+    upper = one_of_4(code, _NUMBERS_4[4], _NUMBERS_4[5], _NUMBERS_4[6], _NUMBERS_4[7])
+    lower = one_of_4(code, _NUMBERS_4[0], _NUMBERS_4[1], _NUMBERS_4[2], _NUMBERS_4[3])
     size = tl.where((code & 4) != 0, upper, lower)
     return tl.where((code & 8) != 0, -size, size)
 

@@ -33,8 +33,9 @@ __all__ = [
 
 _FloatArray = npt.NDArray[np.float32]
 
-NUMBERS_VERSION: Final = 1
-"""Part of a codec's identity."""
+NUMBERS_VERSION: Final = 2
+"""Part of a codec's identity: another one where the same bytes mean something else, be it by these
+numbers or by where ``formats`` has them lie. Pages of other versions are not read."""
 
 F16_MAX: Final = 65504.0
 FP8_MAX: Final = 448.0

@@ -80,7 +80,7 @@ def unpack_buffer(
     hot pages. Pure."""
     heads, tokens, _, _ = shape
     split = cold_format.code_bytes(shape)
-    codes = packed[:split].reshape(heads, tokens, -1)
+    codes = packed[:split].reshape(heads, tokens, -1)  # of turbo3 in two parts, see below
     parameters = packed[split : split + 2 * cold_format.num_parameters(shape)].copy()
     numbers = _UNPACKS[cold_format](codes, parameters.view(np.float16), cold_format, shape)
     if means is not None:
@@ -254,15 +254,17 @@ def _from_nibbles(codes: _Bytes) -> _Floats:
 
 
 def _three_bits(codes: npt.NDArray[np.integer]) -> _Bytes:
+    """All low bits, then all high ones."""
     quarters = np.split(codes.astype(np.uint8) & 3, 4, axis=-1)
     eighths = np.split(codes.astype(np.uint8) >> 2, 8, axis=-1)
     low = np.bitwise_or.reduce([quarter << (2 * j) for j, quarter in enumerate(quarters)])
     high = np.bitwise_or.reduce([eighth << j for j, eighth in enumerate(eighths)])
-    return np.concatenate([low, high], axis=-1)
+    return np.concatenate([low, high], axis=None)
 
 
 def _from_three_bits(codes: _Bytes, shape: KVShape) -> _Floats:
-    low, high = np.split(codes, [shape.head_dim // 4], axis=-1)
+    parts = np.split(codes.reshape(-1), [shape.num_numbers // 4])
+    low, high = (part.reshape(*shape[:2], -1) for part in parts)
     low = np.concatenate([low >> (2 * j) & 3 for j in range(4)], axis=-1)
     high = np.concatenate([high >> j & 1 for j in range(8)], axis=-1)
     return (low | high << 2).astype(np.float64)
