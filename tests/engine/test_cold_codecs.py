@@ -4,6 +4,8 @@ a manager get which."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.codecs import KVShape, NumberType, codec_identity, registry
+from coldpage.codecs import ColdPageCodec, KVShape, NumberType, codec_identity, registry
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine import calibration, cold_codecs
 from coldpage.engine.assembly import block_bytes, build_manager, with_hot_types
@@ -215,6 +217,23 @@ def test_another_calibration_is_another_format(model: LoadedModel) -> None:
     )
 
 
+def offer(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], ColdPageCodec]) -> None:
+    """Another package has a codec "theirs"."""
+
+    class Point:
+        name = "theirs"
+        value = "their.package:codec"
+        dist = None
+
+        def load(self) -> Any:
+            return make
+
+    def points(group: str, name: str | None = None) -> list[Point]:
+        return [Point()] if name in (None, "theirs") else []
+
+    monkeypatch.setattr(registry, "entry_points", points)
+
+
 def test_what_it_says_at_start(model: LoadedModel) -> None:
     codecs = made(model, "turbo4", "concat")
     assert codecs.calibration is not None
@@ -228,6 +247,21 @@ def test_what_it_says_at_start(model: LoadedModel) -> None:
     recent = "the newest 4 full blocks and the last one whole"
     assert codecs.describe(num_recent_blocks=4) == f"{host}, {disk}, {recent}, {told}"
     assert made(model).describe(num_recent_blocks=4) == ""
+
+
+def test_it_does_not_say_that_recent_blocks_are_whole_where_they_are_not(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec of another package may know nothing of them."""
+    for is_whole in (False, True):
+        make = functools.partial(CoarseCodec, keeps_recent=is_whole)
+        offer(monkeypatch, lambda pages, make=make: make())  # type: ignore[misc]
+        codecs = made(model, "theirs", "int8")
+        what = "the newest 4 full blocks and the last one"
+        said = codecs.describe(num_recent_blocks=4)
+        assert (f"{what} whole" in said) == is_whole
+        assert (f"{what} packed too (host)" in said) == (not is_whole)
+        assert f"{what} whole" in codecs.describe(has_host=False, num_recent_blocks=4)
 
 
 @pytest.mark.parametrize(
@@ -265,22 +299,11 @@ def test_codecs_of_other_packages_get_all_that_is_known(
 ) -> None:
     seen: list[Any] = []
 
-    class Point:
-        name = "theirs"
-        value = "their.package:codec"
-        dist = None
+    def make(pages: Any) -> CoarseCodec:
+        seen.append(pages)
+        return CoarseCodec()
 
-        def load(self) -> Any:
-            def make(pages: Any) -> CoarseCodec:
-                seen.append(pages)
-                return CoarseCodec()
-
-            return make
-
-    def points(group: str, name: str | None = None) -> list[Point]:
-        return [Point()] if name in (None, "theirs") else []
-
-    monkeypatch.setattr(registry, "entry_points", points)
+    offer(monkeypatch, make)
     codecs = made(model, "theirs", "concat")
     assert isinstance(codecs.host, CoarseCodec)
     assert codecs.is_lossy

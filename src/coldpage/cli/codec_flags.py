@@ -65,8 +65,8 @@ def codec_flags(command: _Command) -> _Command:
         default=0,
         show_default=True,
         help="How many of a conversation's newest full blocks, and with them the one that is not "
-        "full, codecs leave as they are, until it has grown past them. They take the room of hot "
-        "ones, and change answers after a restore less.",
+        "full, built-in codecs leave as they are, until it has grown past them. They take the room "
+        "of hot ones, and change answers after a restore less.",
     )
     return host(disk(recent(command)))
 

@@ -90,7 +90,7 @@ def _token_counts(
     default=0,
     show_default=True,
     metavar="BLOCKS",
-    help="How many of the newest blocks codecs leave as they are.",
+    help="How many of the newest blocks built-in codecs leave as they are.",
 )
 @click.option(
     "--study",

@@ -22,6 +22,7 @@ from coldpage.codecs import (
     take_codec,
 )
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
+from coldpage.config import AttentionLayerConfig
 from coldpage.engine.calibration import Calibration, stored_or_made
 from coldpage.engine.geometry import LayerGeometry
 from coldpage.engine.model import LoadedModel, manager_layers
@@ -74,7 +75,7 @@ class ColdCodecs:
     calibration: Calibration | None
     specs: tuple[str, str]
     pages: ModelPages
-    layout: HotLayout  # of hot pages whose sinks are apart
+    layers: tuple[AttentionLayerConfig, ...]
 
     @classmethod
     def make(
@@ -82,17 +83,17 @@ class ColdCodecs:
         specs: tuple[str, str],
         calibration: Calibration | None,
         pages: ModelPages,
-        layout: HotLayout,
+        layers: tuple[AttentionLayerConfig, ...],
     ) -> ColdCodecs:
         """``specs`` of the host and the disk tier. Tiers of one codec share the object."""
         packing = dict.fromkeys(spec for spec in specs if _is_packing(spec))
         made = {spec: create_codec(spec, pages) for spec in packing}
         host, disk = (made.get(spec) for spec in specs)
-        return cls(host, disk, calibration, specs, pages, layout)
+        return cls(host, disk, calibration, specs, pages, layers)
 
     def again(self) -> ColdCodecs:
         """Equal ones, for another manager."""
-        return ColdCodecs.make(self.specs, self.calibration, self.pages, self.layout)
+        return ColdCodecs.make(self.specs, self.calibration, self.pages, self.layers)
 
     @property
     def is_lossy(self) -> bool:
@@ -107,9 +108,19 @@ class ColdCodecs:
     def fractions(self) -> tuple[float, float]:
         """How large cold pages, but for those of first blocks, are beside hot ones: of the host and
         of the disk tier."""
-        fresh = self.again()
-        found = {id(codec): _fraction(codec, self.layout) for codec in fresh.distinct}
+        fresh, layout = self.again(), hot_layout(self.layers, separate_sinks=True)
+        found = {id(codec): _fraction(codec, layout) for codec in fresh.distinct}
         host, disk = (found.get(id(codec), 1.0) for codec in (fresh.host, fresh.disk))
+        return host, disk
+
+    def keep_recent(self) -> tuple[bool, bool]:
+        """Whether pages of recent blocks take as much room as hot ones, of the host and of the disk
+        tier: a codec may pack them like all others.
+        """
+        fresh = self.again()
+        layout = hot_layout(self.layers, separate_sinks=True, num_recent_blocks=1)
+        found = {id(codec): _keeps_recent(codec, layout) for codec in fresh.distinct}
+        host, disk = (found.get(id(codec), True) for codec in (fresh.host, fresh.disk))
         return host, disk
 
     def describe(
@@ -119,18 +130,32 @@ class ColdCodecs:
         packed."""
         if not self.distinct:
             return ""
-        tiers = zip(("host", "disk"), self.specs, self.fractions(), strict=True)
+        are_there = (has_host, has_disk)
+        tiers = zip(("host", "disk"), self.specs, self.fractions(), are_there, strict=True)
         parts = [
             f"{tier} {spec} ({fraction:.3f} of a hot page)"
-            for (tier, spec, fraction), is_there in zip(tiers, (has_host, has_disk), strict=True)
+            for tier, spec, fraction, is_there in tiers
             if is_there
         ]
         if num_recent_blocks and self.is_lossy:
-            parts.append(f"the newest {num_recent_blocks} full blocks and the last one whole")
+            parts.append(self._describe_recent(num_recent_blocks, are_there))
         known = self.calibration
         if known is not None:
             parts.append(f"keys less their means over {known.num_tokens:,} tokens ({known.name})")
         return ", ".join(parts)
+
+    def _describe_recent(self, num_blocks: int, are_there: tuple[bool, bool]) -> str:
+        tiers = zip(("host", "disk"), self.keep_recent(), are_there, strict=True)
+        packed = [tier for tier, is_kept, is_there in tiers if is_there and not is_kept]
+        what = f"the newest {num_blocks} full blocks and the last one"
+        return f"{what} packed too ({' and '.join(packed)})" if packed else f"{what} whole"
+
+
+def _keeps_recent(codec: ColdPageCodec, layout: HotLayout) -> bool:
+    """``codec`` is used up."""
+    cold_page_bytes = _cold_page_bytes(codec, layout)
+    recent = [lc.life_cycle_id for lc in layout.life_cycles if lc.page_class is PageClass.RECENT]
+    return all(cold_page_bytes[number] >= layout.page_bytes(number) for number in recent)
 
 
 def _fraction(codec: ColdPageCodec, layout: HotLayout) -> float:
@@ -195,13 +220,14 @@ def make_cold_codecs(
     specs = (host.strip(), (host if disk is None else disk).strip())
     packing = [spec for spec in dict.fromkeys(specs) if _is_packing(spec)]
     plain_pages = model_pages(model, tokens_per_block)
-    layout = hot_layout(manager_layers(model, tokens_per_block), separate_sinks=True)
+    layers = tuple(manager_layers(model, tokens_per_block))
+    layout = hot_layout(layers, separate_sinks=True)
     for spec in packing:
         _check(spec, plain_pages, layout, model)
     is_calibrated = any(_uses_calibration(name) for spec in packing for name in _names(spec))
     calibration = stored_or_made(model, progress) if is_calibrated else None
     pages = model_pages(model, tokens_per_block, calibration)
-    return ColdCodecs.make(specs, calibration, pages, layout)
+    return ColdCodecs.make(specs, calibration, pages, layers)
 
 
 def _names(spec: str) -> set[str]:
