@@ -13,6 +13,7 @@ import pytest
 from coldpage import ReuseScope, StorageError
 from coldpage.codecs import ColdPageCodec
 from coldpage.config import BatchDesc, KVCacheDesc
+from coldpage.device.base import Stream
 from coldpage.snapshot import state_read, state_write
 from coldpage.store.sidecar import SIDECAR_NAME
 from coldpage.testing.example_codecs import CoarseCodec, PaddingCodec
@@ -364,6 +365,16 @@ def test_a_page_changes_its_class_while_it_is_being_written(build: Build, is_dir
     assert exact_blocks(rig, sequence) == [8, 9]
 
 
+def fail(rig: Rig, stream: Stream) -> None:
+    """Have work fail on the stream."""
+
+    def work() -> None:
+        raise RuntimeError("a kernel failed")
+
+    stream.launch(work, reads=(), writes=())
+    rig.device.step(1000)
+
+
 @pytest.mark.parametrize("how", ["suspend", "close"])
 def test_what_is_whole_elsewhere_outlives_a_failed_stream(build: Build, how: str) -> None:
     """Also where its copies are of the class that it was of."""
@@ -375,11 +386,7 @@ def test_what_is_whole_elsewhere_outlives_a_failed_stream(build: Build, how: str
     sequence.cache.synchronize()
     assert sequence.step([7] * 8)
 
-    def fail() -> None:
-        raise RuntimeError("a kernel failed")
-
-    stream.launch(fail, reads=(), writes=())
-    rig.device.step(1000)
+    fail(rig, stream)
     if how == "suspend":
         sequence.cache.suspend()
         assert classes_of(rig, sequence)[4:6] == [BODY] * 2, "which were recent"
@@ -387,6 +394,27 @@ def test_what_is_whole_elsewhere_outlives_a_failed_stream(build: Build, how: str
         rig.check()
     rig.close(sequence)
     assert rig.manager.stats().totals["torn_pages"] == 4
+    rig.check()
+    rig.device._streams.remove(stream)  # else its last work counts as never waited for
+
+
+def test_what_a_window_has_left_outlives_a_failed_stream(build: Build) -> None:
+    """The tree keeps it, in another class than that of its copies."""
+    rig = made(build, kind="window", hot=16, host=20)
+    sequence = filled(rig, prompt(6))
+    sent_out(rig, sequence, 16)
+    stream = rig.device.create_stream("fails")
+    assert sequence.resume(stream)
+    sequence.cache.synchronize()
+    left = np.array(rig.pages(sequence)[4:6], np.int32)
+    assert sequence.cache.resize(20)
+    fail(rig, stream)
+    assert sequence.cache.resize(20, 20)
+    assert rig.pages(sequence)[4:6] == [0, 0]
+    assert not rig.table.is_missing[left].any()
+    assert (rig.table.present[left] == HOT_BIT).all()
+    rig.check()
+    rig.close(sequence)
     rig.check()
     rig.device._streams.remove(stream)  # else its last work counts as never waited for
 

@@ -408,7 +408,8 @@ class KVCache:
             stale = group.stale_blocks(self._history_length, self._context.tokens_per_block)
             if len(stale):
                 pages = self._table.take(layer_group, stale.start, stale.stop)
-                self._release(self._marks.outgrow(layer_group, pages))
+                self._storage.come_after(pages, self._stream)  # first, as in ``suspend``
+                self._storage.release(self._marks.outgrow(layer_group, pages), None, is_locked=True)
 
     def truncate(self, num_tokens: int) -> None:
         """Forget every position from ``num_tokens`` on; ``capacity`` and ``history_length`` become

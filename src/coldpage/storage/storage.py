@@ -115,7 +115,7 @@ class Storage:
         """What becomes of hot pages comes after the work enqueued on ``stream`` so far. When work
         there has failed nobody knows what it wrote: pages that are nowhere else are missing then.
         """
-        if stream is None:
+        if stream is None or not pages.size:
             return
         hot = pages[(self.table.present[pages] & HOT_BIT) != 0]
         try:
