@@ -150,3 +150,24 @@ def test_writes_after_a_recovery_are_newer_than_what_was_found(tier: _Tier) -> N
     found = tier.recover()
     assert _places(found) == [(0, 2, key_of(1))]
     assert found.outdated.entries["slot"].tolist() == [1]
+
+
+def test_and_so_they_are_in_another_file(tier: _Tier) -> None:
+    first, second = tier.rigs
+    first.slots.adopt(np.array([1], np.int32), np.array([1 << 61]))
+    assert first.write(1, payload_of(1))
+    tier.recover()
+    assert second.write(0, payload_of(2), name=name_of(1))
+    found = tier.recover()
+    assert _places(found) == [(1, 0, key_of(1))]
+    assert found.outdated.entries["slot"].tolist() == [1]
+    assert second.read(0) == payload_of(2)
+
+
+def test_of_equal_write_numbers_the_last_place_counts(tier: _Tier) -> None:
+    """The clock went back between them: either is good, and always the same one is taken."""
+    for rig in tier.rigs:
+        rig.slots.adopt(np.array([1], np.int32), np.array([1 << 61]))
+        assert rig.write(1, payload_of(1))
+    for _ in range(2):
+        assert _places(tier.recover()) == [(1, 1, key_of(1))]

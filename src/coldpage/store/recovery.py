@@ -73,9 +73,12 @@ def recover(
     is_newest = _newest(index.entries)
     outdated = SlotIndex(index.entries[~is_newest], index.tokens[~is_newest])
     index = SlotIndex(index.entries[is_newest], index.tokens[is_newest])
+    highest = int(index.entries["write_number"].max(initial=0))
     for pool, file in enumerate(files):
         entries = index.of_pool(pool).entries
         file.adopt(entries["slot"].astype(np.int32), entries["write_number"].astype(np.int64))
+        # A page may be written to another file next, and be the newer one there too.
+        file.count_from(highest + 1)
     return Recovered(index, is_from_sidecar, outdated, num_damaged)
 
 
@@ -120,7 +123,11 @@ def _in_range(index: SlotIndex, files: Sequence[SlotFile]) -> SlotIndex:
 
 
 def _newest(entries: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Per entry whether it is the last write of its (key, layer group)."""
+    """Per entry whether its write number is the highest of its (key, layer group), of equal ones
+    the last entry. In one file that is the last write; in several, which hold a page twice after a
+    crash while it changed its class, as long as the clock did not go back meanwhile. Any copy is
+    good.
+    """
     is_newest = np.ones(entries.size, np.bool_)
     words, groups = _words(entries["key"]), entries["layer_group"]
     order = np.lexsort((entries["write_number"], groups, *words.T))

@@ -68,8 +68,8 @@ class SlotFile:
     """``num_slots`` slots in ``file``, each for one page of the file's identity.
 
     A slot that this process has neither written nor adopted holds nothing. Write numbers grow with
-    the time (``clock``, nanoseconds), from run to run and in all files alike, so that of two
-    copies of a page the newer is known.
+    the time (``clock``, nanoseconds), from run to run, so that of two copies of a page the newer is
+    known; of copies in two files, unless the clock went back between them.
     """
 
     def __init__(
@@ -168,6 +168,10 @@ class SlotFile:
         self._is_damaged[slots] = False
         if write_numbers.size:
             self._next_write_number = max(self._next_write_number, int(write_numbers.max()) + 1)
+
+    def count_from(self, write_number: int) -> None:
+        """No later write has a smaller number."""
+        self._next_write_number = max(self._next_write_number, write_number)
 
     def forget(self, slots: Int32Array) -> None:
         """The slots hold nothing, for this process."""
