@@ -87,8 +87,9 @@ class ColdArea:
 class CodecRig:
     """A configured codec with pools full of ``contents``, on one device, with one stream.
 
-    Layer group ``g`` has life cycle ``g``, or with sinks ``2g`` and ``2g + 1``. Index pairs and
-    ordinals are overwritten as soon as the contract allows it.
+    Layer group ``g`` of ``n`` classes has the life cycles from ``n * g`` on: of sinks where there
+    are any, of the body, and of recent blocks where there are any. Index pairs and ordinals are
+    overwritten as soon as the contract allows it.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class CodecRig:
         contents: Callable[[np.random.Generator, int], _Bytes],
         *,
         has_sinks: bool,
+        has_recent: bool = False,
     ) -> None:
         self.device = device
         self._contents = contents
@@ -114,7 +116,12 @@ class CodecRig:
         ]
         self._shapes = shapes
         self._codec = codec
-        self.groups = [self._describe(index, has_sinks) for index in range(len(shapes))]
+        self._classes = (
+            *((PageClass.SINK,) if has_sinks else ()),
+            PageClass.BODY,
+            *((PageClass.RECENT,) if has_recent else ()),
+        )
+        self.groups = [self._describe(index) for index in range(len(shapes))]
         described = [lc for group in self.groups for lc in group.life_cycles]
         self.life_cycles = sorted(described, key=lambda lc: lc.life_cycle_id)
         self.hot_group_of = {
@@ -366,22 +373,21 @@ class CodecRig:
             self.device.close()
         self.check_findings()
 
-    def _describe(self, index: int, has_sinks: bool) -> PoolGroupDesc:
+    def _describe(self, index: int) -> PoolGroupDesc:
         shape, memories = self._shapes[index], self.pools[index]
         pools = tuple(
             PoolDesc(PoolIndex(pool), MemAddress(memory.address + _GUARD_BYTES), size)
             for pool, (memory, size) in enumerate(zip(memories, shape.pool_bytes, strict=True))
         )
-        classes = (PageClass.SINK, PageClass.BODY) if has_sinks else (PageClass.BODY,)
         life_cycles = tuple(
             LifeCycleDesc(
-                LifeCycleId(len(classes) * group + number),
+                LifeCycleId(len(self._classes) * group + number),
                 LayerGroupId(group),
                 page_class,
                 shape.describe_buffers(group),
             )
             for group in shape.layer_groups
-            for number, page_class in enumerate(classes)
+            for number, page_class in enumerate(self._classes)
         )
         return PoolGroupDesc(PoolGroupIndex(index), NUM_SLOTS, pools, life_cycles)
 
