@@ -20,7 +20,7 @@ _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
     ColdFormat.INT4_TOKEN: (24, 20),
     ColdFormat.INT4_CHANNEL: (12, 32),
     ColdFormat.TURBO4: (42, 54),
-    ColdFormat.TURBO3: (64, 48),
+    ColdFormat.TURBO3: (60, 48),
     ColdFormat.INT4_BLOCK: (64, 24),
 }
 
