@@ -15,7 +15,7 @@ __all__ = ["GpuPages", "current_device"]
 # Programs that pack and that unpack: about as many as keep the link busy, since more would only
 # take from what decodes meanwhile. Measured on an H200, see docs/PERFORMANCE.md.
 _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
-    ColdFormat.INT8: (10, 14),
+    ColdFormat.INT8: (10, 16),
     ColdFormat.FP8: (10, 16),
     ColdFormat.INT4_TOKEN: (24, 20),
     ColdFormat.INT4_CHANNEL: (12, 32),
