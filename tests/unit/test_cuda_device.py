@@ -93,6 +93,8 @@ def test_both_ways_at_once_the_driver_has_what_it_can() -> None:
     for is_upload in (True, False):
         one_way = {"is_upload": is_upload, "is_both_ways": False}
         both_ways = {"is_upload": is_upload, "is_both_ways": True}
+        assert kernel_share(32768, **one_way).fraction < 1.0
+        assert kernel_share(32768, **both_ways).fraction == 1.0
         assert kernel_share(65536, **both_ways) == kernel_share(65536, **one_way)
         assert kernel_share(KERNEL_MAX_BYTES, **both_ways).fraction == 0.0
         assert kernel_share(64 * MIB, **both_ways).fraction == 1.0  # when told to

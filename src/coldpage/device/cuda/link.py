@@ -31,31 +31,29 @@ class KernelShare:
 _DRIVER_ALONE: Final = KernelShare(0, 0.0)
 # Up to so many bytes a segment: uploads (host to device), downloads. Measured on an H200, see
 # docs/PERFORMANCE.md. More programs move no more, and take from decoding what they occupy.
+_KERNEL_ALONE: Final = KernelShare(4, 1.0), KernelShare(3, 1.0)
 _SHARES: Final = (
-    (24 * 1024, KernelShare(4, 1.0), KernelShare(3, 1.0)),
+    (24 * 1024, *_KERNEL_ALONE),
     (48 * 1024, KernelShare(4, 0.7), KernelShare(3, 0.7)),
     (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
     (192 * 1024, _DRIVER_ALONE, KernelShare(2, 0.65)),
 )
+# The same while pages go the other way too.
+_BOTH_WAYS: Final = (
+    (48 * 1024, *_KERNEL_ALONE),
+    (96 * 1024, KernelShare(2, 0.5), KernelShare(3, 0.65)),
+    (192 * 1024, _DRIVER_ALONE, _DRIVER_ALONE),
+)
 KERNEL_MAX_BYTES: Final = _SHARES[-1][0]
-# While pages go the other way too, smaller segments are for the kernel alone, and larger ones for
-# the driver.
-_MIN_SHARED_BYTES: Final = 48 * 1024
-_MAX_SHARED_BYTES: Final = 96 * 1024
 
 
 def kernel_share(segment_bytes: int, *, is_upload: bool, is_both_ways: bool) -> KernelShare:
     """The best found for pages whose smallest part has that size. Pure."""
-    for max_bytes, upload, download in _SHARES:
+    for max_bytes, upload, download in _BOTH_WAYS if is_both_ways else _SHARES:
         if segment_bytes <= max_bytes:
-            share = upload if is_upload else download
-            if is_both_ways and segment_bytes > _MAX_SHARED_BYTES:
-                return _DRIVER_ALONE
-            if is_both_ways and segment_bytes <= _MIN_SHARED_BYTES:
-                return KernelShare(share.num_programs, 1.0)
-            return share
+            return upload if is_upload else download
     # Whoever asks for larger pages this way wants the kernel.
-    return _SHARES[0][1] if is_upload else _SHARES[0][2]
+    return _KERNEL_ALONE[0 if is_upload else 1]
 
 
 class LinkTraffic:
