@@ -123,6 +123,18 @@ class HotLayout:
             wanted = PageClass.SINK
         return LifeCycleId(len(classes) * layer_group_id + classes.index(wanted))
 
+    def life_cycles_of(
+        self, layer_group_id: LayerGroupId
+    ) -> tuple[LifeCycleId, LifeCycleId, LifeCycleId]:
+        """Those of a layer group's first block, of its others, and of the newest of those: some are
+        the same where classes are.
+        """
+        return (
+            self.life_cycle_of(layer_group_id, BlockOrdinal(0)),
+            self.life_cycle_of(layer_group_id, BlockOrdinal(1)),
+            self.life_cycle_of(layer_group_id, BlockOrdinal(1), is_recent=True),
+        )
+
     def layer_groups_of(self, pool_group: PoolGroupIndex) -> tuple[LayerGroupId, ...]:
         """The layer groups whose pages live in a hot pool group."""
         return tuple(

@@ -118,18 +118,9 @@ class KVCacheManager:
 
     def _make_context(self) -> SequenceContext:
         layout, config = self.layout, self.config
-        first, body, recent = (
-            np.array(
-                [
-                    layout.life_cycle_of(
-                        g.layer_group_id, BlockOrdinal(ordinal), is_recent=is_recent
-                    )
-                    for g in layout.layer_groups
-                ],
-                np.int16,
-            )
-            for ordinal, is_recent in ((0, False), (1, False), (1, True))
-        )
+        first, body, recent = np.array(
+            [layout.life_cycles_of(group.layer_group_id) for group in layout.layer_groups], np.int16
+        ).T.copy()
         return SequenceContext(
             storage=self._storage,
             tree=self._tree,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from coldpage.config import KVCacheManagerConfig
 from coldpage.layout import ColdLayout, HotLayout, Partition, slot_counts
 from coldpage.pools import LevelPools
-from coldpage.types import BlockOrdinal, HalfOpenRange, PageClass
+from coldpage.types import HalfOpenRange, PageClass
 
 __all__ = ["Quotas", "Weights", "max_sequence_tokens"]
 
@@ -25,12 +25,7 @@ def max_sequence_tokens(
     has_sinks = PageClass.SINK in layout.page_classes
     limits = {group: group.max_locked_slots(max_utilization) for group in level.groups}
     groups_of = [
-        [
-            level.group_of(
-                layout.life_cycle_of(g.layer_group_id, BlockOrdinal(ordinal), is_recent=is_recent)
-            )
-            for ordinal, is_recent in ((0, False), (1, False), (1, True))
-        ]
+        [level.group_of(life_cycle) for life_cycle in layout.life_cycles_of(g.layer_group_id)]
         for g in layout.layer_groups
     ]
 
