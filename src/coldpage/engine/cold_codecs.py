@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from coldpage.codecs import (
     BufferDesc,
     ColdPageCodec,
-    ConfiguredCodec,
     KVShape,
     LayerVectors,
     LifeCycleDesc,
@@ -18,8 +17,8 @@ from coldpage.codecs import (
     PoolDesc,
     PoolGroupDesc,
     codec_names,
+    configure_taken,
     create_codec,
-    take_codec,
 )
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
 from coldpage.config import AttentionLayerConfig
@@ -32,6 +31,8 @@ from coldpage.layout import HotLayout, hot_layout
 from coldpage.types import LayerId, MemAddress, PageClass, PoolGroupIndex, PoolIndex
 
 __all__ = ["ColdCodecs", "make_cold_codecs", "model_pages"]
+
+_T = TypeVar("_T")
 
 _PAGE_ALIGNMENT_BYTES: Final = 4096
 _NUMBER_TYPES: Final = {number_type.value: number_type for number_type in NumberType}
@@ -108,20 +109,21 @@ class ColdCodecs:
     def fractions(self) -> tuple[float, float]:
         """How large cold pages, but for those of first blocks, are beside hot ones: of the host and
         of the disk tier."""
-        fresh, layout = self.again(), hot_layout(self.layers, separate_sinks=True)
-        found = {id(codec): _fraction(codec, layout) for codec in fresh.distinct}
-        host, disk = (found.get(id(codec), 1.0) for codec in (fresh.host, fresh.disk))
-        return host, disk
+        layout = hot_layout(self.layers, separate_sinks=True)
+        return self._of_tiers(lambda codec: _fraction(codec, layout), 1.0)
 
     def keep_recent(self) -> tuple[bool, bool]:
         """Whether pages of recent blocks take as much room as hot ones, of the host and of the disk
         tier: a codec may pack them like all others.
         """
-        fresh = self.again()
         layout = hot_layout(self.layers, separate_sinks=True, num_recent_blocks=1)
-        found = {id(codec): _keeps_recent(codec, layout) for codec in fresh.distinct}
-        host, disk = (found.get(id(codec), True) for codec in (fresh.host, fresh.disk))
-        return host, disk
+        return self._of_tiers(lambda codec: _keeps_recent(codec, layout), True)
+
+    def _of_tiers(self, find: Callable[[ColdPageCodec], _T], of_none: _T) -> tuple[_T, _T]:
+        """What ``find``, which uses a codec up, finds of the host's and of the disk's."""
+        fresh = self.again()
+        found = {id(codec): find(codec) for codec in fresh.distinct}
+        return found.get(id(fresh.host), of_none), found.get(id(fresh.disk), of_none)
 
     def describe(
         self, *, has_host: bool = True, has_disk: bool = True, num_recent_blocks: int = 0
@@ -168,11 +170,9 @@ def _fraction(codec: ColdPageCodec, layout: HotLayout) -> float:
 
 def _cold_page_bytes(codec: ColdPageCodec, layout: HotLayout) -> tuple[int, ...]:
     """By life cycle. ``codec`` is used up. Raises CodecError where it can not pack the pages."""
-    taken = take_codec(codec)
-    try:
-        return ConfiguredCodec(taken, _somewhere(layout)).cold_page_bytes
-    finally:
-        taken.close()
+    configured = configure_taken(codec, _somewhere(layout))
+    configured.codec.close()
+    return configured.cold_page_bytes
 
 
 def _somewhere(layout: HotLayout) -> list[PoolGroupDesc]:

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.codecs import (
-    ConfiguredCodec,
     codec_identity,
+    configure_taken,
     create_default_cold_page_codec,
-    take_codec,
 )
 from coldpage.device.base import Device, MemoryKind, Stream
 from coldpage.errors import DeviceError
@@ -70,8 +69,8 @@ class PageTransfer:
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
-        codec = take_codec(create_default_cold_page_codec())
-        self._codec = ConfiguredCodec(codec, manager.hot_pool_groups())
+        codec = create_default_cold_page_codec()
+        self._codec = configure_taken(codec, manager.hot_pool_groups())
         self._layout = manager.layout
         self._stream = _stream_of(manager.device)
         num_bytes = max(_BUFFER_BYTES, self._codec.max_cold_page_bytes)
