@@ -10,7 +10,7 @@ import click
 from coldpage.codecs import codec_names, create_codec
 from coldpage.errors import ConfigurationError
 
-__all__ = ["check_codec_tiers", "codec_flags"]
+__all__ = ["check_codec_tiers", "codec_flags", "recent_blocks_flag"]
 
 _DEFAULT_CODEC: Final = "concat"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -38,6 +38,19 @@ class _HostCodec(click.Option):
         return super().get_help_record(ctx)
 
 
+def recent_blocks_flag(text: str) -> Callable[[_Command], _Command]:
+    """``--recent-blocks``, as ``num_recent_blocks``. ``text``: what it says of itself."""
+    return click.option(
+        "--recent-blocks",
+        "num_recent_blocks",
+        metavar="BLOCKS",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help=text,
+    )
+
+
 def codec_flags(command: _Command) -> _Command:
     """Adds them to a command, which gets them as ``host_codec``, ``disk_codec`` and
     ``num_recent_blocks``.
@@ -57,16 +70,10 @@ def codec_flags(command: _Command) -> _Command:
         help="The same on disk, such as --host-codec concat --disk-codec turbo4. [default: as "
         "--host-codec, so that pages are copied from one to the other]",
     )
-    recent = click.option(
-        "--recent-blocks",
-        "num_recent_blocks",
-        metavar="BLOCKS",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="How many of a conversation's newest full blocks, and with them the one that is not "
-        "full, built-in codecs leave as they are, until it has grown past them. They take the room "
-        "of hot ones, and change answers after a restore less.",
+    recent = recent_blocks_flag(
+        "How many of a conversation's newest full blocks, and with them the one that is not full, "
+        "built-in codecs leave as they are, until it has grown past them. They take the room of "
+        "hot ones, and change answers after a restore less."
     )
     return host(disk(recent(command)))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from coldpage.cli.codec_flags import recent_blocks_flag
 from coldpage.cli.failure import failures_as_sentences
 from coldpage.cli.table_console import table_console
 from coldpage.errors import ConfigurationError
@@ -83,15 +84,7 @@ def _token_counts(
     show_default=True,
     help="Tokens a block.",
 )
-@click.option(
-    "--recent-blocks",
-    "num_recent_blocks",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="BLOCKS",
-    help="How many of the newest blocks built-in codecs leave as they are.",
-)
+@recent_blocks_flag("How many of the newest blocks built-in codecs leave as they are.")
 @click.option(
     "--study",
     "is_study",
