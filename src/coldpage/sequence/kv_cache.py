@@ -203,7 +203,7 @@ class KVCache:
             return True
         # As if nobody had asked: the pages are evicted in the order they were.
         is_ours = np.isin(pages, self._table.live_pages())
-        self._storage.unlock(pages[is_ours], None)
+        self._storage.unlock(pages[is_ours])
         self._storage.table.last_use[pages[is_ours]] = last_use[is_ours]
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
@@ -310,7 +310,7 @@ class KVCache:
         # First: copies of another class are given up, and may be all that is left of a page.
         self._storage.come_after(pages, self._stream)
         self._marks.classify(self._history_length)
-        self._storage.unlock(pages, None)
+        self._storage.unlock(pages)
         self._status = KVCacheStatus.SUSPENDED
         self._stream = None
         # A block that is not full is written again after the next resume: it would be for nothing.

@@ -57,9 +57,12 @@ class Backup:
         self._unsettled.update(
             zip(written.tolist(), self._table.version[written].tolist(), strict=True)
         )
-        pages = pages[self._wanted(pages)]
-        if pages.size:
-            self._noted.append((pages, self._table.version[pages].copy()))
+        self._queue(pages)
+
+    def _queue(self, pages: Int32Array) -> None:
+        wanted = pages[self._wanted(pages)]
+        if wanted.size:
+            self._noted.append((wanted, self._table.version[wanted].copy()))
 
     def note_all(self, policy: EvictionPolicy) -> None:
         """Note every page that could be written, the most valuable first."""
@@ -82,10 +85,7 @@ class Backup:
         is_over = ~self._are_being_written(pages)
         for page in pages[is_over].tolist():
             del self._unsettled[page]
-        settled = pages[is_over & (self._table.version[pages] == versions)]
-        settled = settled[self._wanted(settled)]
-        if settled.size:
-            self._noted.append((settled, self._table.version[settled].copy()))
+        self._queue(pages[is_over & (self._table.version[pages] == versions)])
 
     def _wanted(self, pages: Int32Array) -> npt.NDArray[np.bool_]:
         """Committed, whole, at rest in memory, and not on the disk yet."""

@@ -105,7 +105,7 @@ class Storage:
         before = table.last_use[pages].copy()
         table.touch(pages)
         if not self._bring_hot(pages):
-            self.unlock(pages, None)
+            self.unlock(pages)
             # As if nobody had asked: they are evicted in the order they were.
             table.last_use[pages] = before
             return False
@@ -123,10 +123,9 @@ class Storage:
         except DeviceError as error:
             self._distrust(hot, error)
 
-    def unlock(self, pages: Int32Array, stream: Stream | None) -> None:
-        """Let the pages move again; they ``come_after`` the work on ``stream``."""
+    def unlock(self, pages: Int32Array) -> None:
+        """Let the pages move again."""
         table = self.table
-        self.come_after(pages, stream)
         table.num_locks[pages] -= 1
         unlocked = pages[table.num_locks[pages] == 0]
         self._num_locked -= self._count_groups(unlocked)
@@ -333,7 +332,8 @@ class Storage:
         if not pages.size:
             return
         if is_locked:
-            self.unlock(pages, stream)
+            self.come_after(pages, stream)
+            self.unlock(pages)
         table = self.table
         table.num_refs[pages] -= 1
         unheld = pages[table.num_refs[pages] == 0]
