@@ -16,6 +16,7 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_codes,
     int4_parameters,
     int4_word,
+    nibble_bytes,
     nibble_numbers,
     nibble_offset,
     word_halves,
@@ -78,8 +79,7 @@ def pack_channels(cold, read, tile, ordinal, TILES: tl.constexpr):
     head, column, is_channel, _, is_token = _channels(tile, TILES)
     low, low_word = _channel_codes(low, low_mean, is_token, TILES)
     high, high_word = _channel_codes(high, high_mean, is_token, TILES)
-    packed = ((low & 15) | (high << 4)).to(tl.uint8)
-    packed = tl.reshape(packed, [TILES.tile_tokens, TILES.tile_heads, TILES.width])
+    packed = tl.reshape(nibble_bytes(low, high), [TILES.tile_tokens, TILES.tile_heads, TILES.width])
     rows: tl.constexpr = TILES.tile_heads * TILES.tile_tokens
     packed = tl.reshape(tl.permute(packed, [1, 0, 2]), [rows, TILES.width])
     store_codes(cold, packed, rows_of(tile, TILES), TILES.half, TILES.half, TILES)

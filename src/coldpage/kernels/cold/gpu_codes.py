@@ -19,6 +19,7 @@ __all__ = [
     "int4_parameters",
     "int4_word",
     "largest",
+    "nibble_bytes",
     "nibble_numbers",
     "nibble_offset",
     "scaled_codes",
@@ -101,6 +102,12 @@ def _offset_bytes(codes):
         is_pure=True,
         pack=4,
     )
+
+
+@triton.jit
+def nibble_bytes(low, high):
+    """Codes of 4 bits, two in a byte."""
+    return ((low & 15) | (high << 4)).to(tl.uint8)
 
 
 @triton.jit

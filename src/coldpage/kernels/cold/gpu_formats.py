@@ -23,6 +23,7 @@ from coldpage.kernels.cold.gpu_codes import (
     int4_codes,
     int4_parameters,
     int4_word,
+    nibble_bytes,
     nibble_numbers,
     nibble_offset,
     scaled_codes,
@@ -68,8 +69,7 @@ def pack_tile(cold, low, high, rows, matrices, TILES: tl.constexpr):
 @triton.jit
 def store_nibbles(cold, low, high, rows, TILES: tl.constexpr):
     """Codes of 4 bits, those of both halves in a byte."""
-    packed = ((low & 15) | (high << 4)).to(tl.uint8)
-    store_codes(cold, packed, rows, TILES.half, TILES.half, TILES)
+    store_codes(cold, nibble_bytes(low, high), rows, TILES.half, TILES.half, TILES)
 
 
 @triton.jit
