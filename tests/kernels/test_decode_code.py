@@ -135,6 +135,20 @@ def test_pages_are_read_16_bytes_at_a_time(kernels: list[Kernel]) -> None:
         assert kernel.num_wide_loads == sum(wide) / WIDE_BYTES, (pair, sizes)
 
 
+@pytest.mark.parametrize(("name", "blocks", "part_bytes"), [("q8_0", 4, 32), ("turbo4", 2, 64)])
+def test_a_warp_reads_values_of_one_page_at_a_time(
+    kernels: list[Kernel], name: str, blocks: int, part_bytes: int
+) -> None:
+    layouts = kernels[PAIRS.index((name, name))].code.layouts
+    tile = rf"tensor<{blocks}x{16 * part_bytes}x!tt\.ptr<i8>, (#\w+)>"
+    names = set(re.findall(rf"ttg\.async_copy_global_to_local .*{tile}", layouts))
+    assert names
+    for layout in names:
+        found = re.search(rf"^{layout} = .*threadsPerWarp = \[(\d+), (\d+)\]", layouts, re.M)
+        assert found is not None
+        assert (int(found[1]), int(found[2])) == (1, 32)
+
+
 def test_registers_suffice_for_heads_of_128(kernels: list[Kernel]) -> None:
     spilled = {
         pair: kernel.local_bytes for pair, kernel in zip(PAIRS, kernels[: len(PAIRS)], strict=True)
