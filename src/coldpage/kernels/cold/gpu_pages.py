@@ -15,12 +15,12 @@ __all__ = ["GpuPages", "current_device"]
 # Programs that pack and that unpack: about as many as keep the link busy, since more would only
 # take from what decodes meanwhile. Measured on an H200, see docs/PERFORMANCE.md.
 _PROGRAMS: Final[dict[ColdFormat, tuple[int, int]]] = {
-    ColdFormat.INT8: (10, 16),
-    ColdFormat.FP8: (10, 16),
+    ColdFormat.INT8: (12, 20),
+    ColdFormat.FP8: (10, 20),
     ColdFormat.INT4_TOKEN: (24, 20),
     ColdFormat.INT4_CHANNEL: (12, 32),
-    ColdFormat.TURBO4: (42, 54),
-    ColdFormat.TURBO3: (60, 48),
+    ColdFormat.TURBO4: (42, 58),
+    ColdFormat.TURBO3: (60, 54),
     ColdFormat.INT4_BLOCK: (64, 24),
 }
 
