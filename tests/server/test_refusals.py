@@ -52,6 +52,20 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, chat("x", logprobs=True), "logprobs", "not supported"),
         (CHAT, chat("x", frequency_penalty=0.5), "frequency_penalty", "not supported"),
         (CHAT, chat("x", response_format={"type": "json_object"}), "response_format", "'text'"),
+        (CHAT, chat("x", tools=[{"type": "function"}]), "tools", "not supported"),
+        (CHAT, chat("x", functions=[{"name": "f"}]), "functions", "not supported"),
+        (CHAT, chat("x", tool_choice="required"), "tool_choice", "not supported"),
+        (CHAT, chat("x", modalities=["text", "audio"]), "modalities", "only the modality 'text'"),
+        (CHAT, chat("x", top_logprobs=2), "top_logprobs", "not supported"),
+        (CHAT, chat("x", logit_bias={"5": 1}), "logit_bias", "not supported"),
+        (CHAT, chat("x", min_p=0.1), "min_p", "not supported"),
+        (CHAT, chat("x", repetition_penalty=1.1), "repetition_penalty", "not supported"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
         (CHAT, chat("x", session=""), "session", "at least 1"),
         (CHAT, [1], None, "dictionary"),
         (TEXT, {}, "prompt", "required"),
@@ -66,6 +80,9 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (TEXT, {"prompt": "x", "best_of": 2}, "best_of", "best_of = 1"),
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
         (TEXT, {"prompt": "x", "logprobs": 0}, "logprobs", "not supported"),
+        (TEXT, {"prompt": "x", "min_tokens": 3}, "min_tokens", "not supported"),
+        ("/sessions/any/fork", {"session": "b", "salt": "x"}, "salt", "not permitted"),
+        ("/sessions/any/save", {"filname": "b"}, "filname", "not permitted"),
     ],
 )
 def test_an_invalid_field_is_named(
@@ -93,6 +110,28 @@ def test_what_is_no_json_is_refused(http: httpx.Client, content: bytes, code: st
     headers = {"Content-Type": "application/json"}
     error = refused(http.post(CHAT, content=content, headers=headers), 400)
     assert error["code"] == code
+
+
+def test_fields_that_nobody_knows_are_logged_once_and_counted() -> None:
+    # All but the first ask for nothing that this server does not do.
+    body = chat("count 1", max_token=3, tools=[], logit_bias={}, user="me", sesion=None)
+    with (
+        RunningServer() as server,
+        httpx.Client(base_url=server.wait_ready().url, timeout=20.0) as http,
+    ):
+        counter = "coldpage_requests_with_unread_fields_total"
+        assert http.post(CHAT, json=chat("count 1", user="me")).status_code == 200
+        assert server.metric(counter) == 0.0
+        for _ in range(2):
+            assert http.post(CHAT, json=body).status_code == 200
+        text = {"prompt": "count 1", "x" * 5000: 1, "a\n": 2}
+        assert http.post(TEXT, json=text).status_code == 200
+        assert server.metric(counter) == 3.0
+        lines = [line for line in server.errors.splitlines() if "is not read by" in line]
+    assert len(lines) == 3
+    assert "'max_token'" in lines[0] and "'max_tokens'" in lines[0]
+    assert len(lines[1]) < 200 and "x" * 64 in lines[1]
+    assert repr("a\n") in lines[2]
 
 
 def test_another_content_type_is_refused(http: httpx.Client) -> None:

@@ -30,6 +30,7 @@ from coldpage.server.schema import (
 )
 from coldpage.server.session_routes import session_routes
 from coldpage.server.shapes import AnswerShape, ChatShape, CompletionShape
+from coldpage.server.unread_fields import UnreadFields
 
 __all__ = ["create_app"]
 
@@ -58,7 +59,7 @@ def create_app(
     app = FastAPI(
         title="coldpage", version="1", description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.include_router(_generation_routes(client))
+    app.include_router(_generation_routes(client, UnreadFields(metrics)))
     app.include_router(_model_routes(client))
     app.include_router(session_routes(client, _ERRORS))
     app.include_router(_operation_routes(client, metrics))
@@ -95,8 +96,12 @@ def _served_model(client: EngineClient, name: str | None) -> EngineReady:
     return model
 
 
-def _generation_routes(client: EngineClient) -> APIRouter:
+def _generation_routes(client: EngineClient, unread: UnreadFields) -> APIRouter:
     router = APIRouter(tags=["generation"])
+
+    def served_model(body: GenerationRequest) -> EngineReady:
+        unread.note(body.unread_fields, type(body).model_fields)
+        return _served_model(client, body.model)
 
     async def answer(
         request: Request, body: GenerationRequest, stream: AnswerStream, shape: AnswerShape
@@ -115,7 +120,7 @@ def _generation_routes(client: EngineClient) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        model = _served_model(client, body.model)
+        model = served_model(body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         generate = Generate(
             request_id=answer_id,
@@ -136,7 +141,7 @@ def _generation_routes(client: EngineClient) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues a text or a list of token ids."""
-        model = _served_model(client, body.model)
+        model = served_model(body)
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         prompt = body.prompt
         generate = Generate(

@@ -52,9 +52,19 @@ class ServerMetrics:
             registry=self.registry,
         )
 
+        self._unread_fields = Counter(
+            "coldpage_requests_with_unread_fields_total",
+            "Generating requests with fields that this server does not know; the log names each.",
+            registry=self.registry,
+        )
+
     def count_answer(self, outcome: str) -> None:
         """``stop``, ``length``, ``failed``, ``cancelled`` or ``refused``."""
         self._answers.labels(outcome).inc()
+
+    def count_unread_fields(self) -> None:
+        """Once a request that has any."""
+        self._unread_fields.inc()
 
     def observe_first_token(self, seconds: float) -> None:
         """Once a request."""

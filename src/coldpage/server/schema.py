@@ -1,7 +1,8 @@
 """The JSON bodies of the HTTP interface, as OpenAI defines them, with what coldpage adds.
 
-Requests are checked here and nowhere later. Unknown fields are ignored; a known one that would
-change the answer and is not supported is refused: nobody gets other text than was asked for.
+Requests are checked here and nowhere later. A field that would change the answer and is not
+supported is refused: nobody gets other text than was asked for. One that nobody knows is reported
+(see ``unread_fields``) and else ignored, as clients send what other servers understand.
 """
 
 from __future__ import annotations
@@ -142,6 +143,16 @@ _StopStrings = Annotated[
 ]
 _Name = Annotated[str, Field(min_length=1, max_length=_MAX_NAME_CHARS)]
 _Penalty = Annotated[float | None, _only(None, 0, sentence="penalties are not supported")]
+_Tools = Annotated[list[Any] | None, _only(None, [], sentence="tools are not supported")]
+_ToolChoice = Annotated[Any, _only(None, "none", "auto", sentence="tools are not supported")]
+# OpenAI's, which change no answer, or only that of other models.
+_WITHOUT_EFFECT: Final = frozenset(
+    {
+        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
+        "verbosity",
+    }
+)
 
 
 class StreamOptions(BaseModel):
@@ -153,7 +164,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What both generating endpoints take. Three fields are coldpage's own: see the README."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     model: _Name | None = None
     max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
@@ -171,6 +182,14 @@ class GenerationRequest(BaseModel):
     n: Annotated[int | None, _only(None, 1, sentence="only n = 1 is supported")] = None
     presence_penalty: _Penalty = None
     frequency_penalty: _Penalty = None
+    repetition_penalty: Annotated[
+        float | None, _only(None, 1, sentence="penalties are not supported")
+    ] = None
+    logit_bias: Annotated[
+        dict[str, Any] | None, _only(None, {}, sentence="a bias of tokens is not supported")
+    ] = None
+    min_p: Annotated[float | None, _only(None, 0, sentence="min_p is not supported")] = None
+    min_tokens: Annotated[int | None, _only(None, 0, sentence="min_tokens is not supported")] = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationRequest:
@@ -191,6 +210,12 @@ class GenerationRequest(BaseModel):
         )
 
     @property
+    def unread_fields(self) -> tuple[str, ...]:
+        """Names of fields that have a value and that nobody here knows."""
+        sent = self.model_extra or {}
+        return tuple(n for n, v in sent.items() if v is not None and n not in _WITHOUT_EFFECT)
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -203,6 +228,8 @@ class ChatTurn(BaseModel):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: _Text = ""
+    tool_calls: _Tools = None
+    function_call: Annotated[Any, _only(None, sentence="tools are not supported")] = None
 
 
 class ChatRequest(GenerationRequest):
@@ -212,6 +239,16 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
     logprobs: Annotated[
         bool | None, _only(None, False, sentence="log probabilities are not supported")
+    ] = None
+    top_logprobs: Annotated[
+        int | None, _only(None, 0, sentence="log probabilities are not supported")
+    ] = None
+    tools: _Tools = None
+    functions: _Tools = None
+    tool_choice: _ToolChoice = None
+    function_call: _ToolChoice = None
+    modalities: Annotated[
+        list[str] | None, _only(None, ["text"], sentence="only the modality 'text' is supported")
     ] = None
     response_format: Annotated[dict[str, Any] | None, AfterValidator(_plain_text_format)] = None
 

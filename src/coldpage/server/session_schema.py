@@ -28,7 +28,7 @@ _Filename = Annotated[
 class FileRequest(BaseModel):
     """Which file to save to or restore from."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     filename: _Filename = ""
     cache_salt: _Salt = Field(None, description="the salt of the session, by name only")
@@ -37,7 +37,7 @@ class FileRequest(BaseModel):
 class ForkRequest(BaseModel):
     """The name of the second session."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     session: Annotated[str, Field(min_length=1, max_length=256)]
     cache_salt: _Salt = None
