@@ -19,12 +19,12 @@ from benchmarks.resume import answer
 from benchmarks.rows import Row
 from coldpage import DeviceTierConfig, HostTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager
-from coldpage.engine.cold_codecs import make_cold_codecs
-from coldpage.engine.conversations import serve_tokens
-from coldpage.engine.model import LoadedModel, load_model
-from coldpage.engine.runner import ModelRunner
+from coldpage.engine.forward.runner import ModelRunner
+from coldpage.engine.model.cold_codecs import make_cold_codecs
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.texts import documentation_tokens
+from coldpage.engine.proof.conversations import serve_tokens
 from coldpage.engine.scheduler import Scheduler
-from coldpage.engine.texts import documentation_tokens
 from coldpage.types import Int32Array
 
 __all__ = ["Returned", "come_back", "make_prompts", "run"]

@@ -20,12 +20,12 @@ from benchmarks.rows import Row
 from coldpage import DeviceTierConfig, KVCacheManager, ReuseScope
 from coldpage.engine.admission import EngineLimits
 from coldpage.engine.assembly import block_bytes, build_manager
-from coldpage.engine.conversations import serve_tokens
-from coldpage.engine.geometry import cache_argument
+from coldpage.engine.forward.runner import ModelRunner
 from coldpage.engine.messages import Finished, SamplingParams
-from coldpage.engine.model import load_model
+from coldpage.engine.model.geometry import cache_argument
+from coldpage.engine.model.model import load_model
+from coldpage.engine.proof.conversations import serve_tokens
 from coldpage.engine.requests import GenerationRequest
-from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import StepState
 

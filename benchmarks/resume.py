@@ -17,15 +17,15 @@ from benchmarks.rows import Row, scratch_directory, timed_ms
 from coldpage import DeviceTierConfig, DiskTierConfig, HostTierConfig, KVCacheManager, ReuseScope
 from coldpage.config import CacheTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager
-from coldpage.engine.conversations import serve_tokens
-from coldpage.engine.geometry import cache_argument
+from coldpage.engine.forward.runner import ModelRunner
 from coldpage.engine.messages import Finished, SamplingParams, Usage
-from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.model.geometry import cache_argument
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.texts import documentation_tokens
+from coldpage.engine.proof.conversations import serve_tokens
 from coldpage.engine.requests import GenerationRequest
-from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import StepState
-from coldpage.engine.texts import documentation_tokens
 
 __all__ = ["TURN_TOKENS", "answer", "run"]
 

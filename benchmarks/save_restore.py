@@ -19,11 +19,11 @@ from benchmarks.resume import TURN_TOKENS, answer
 from benchmarks.rows import Row, scratch_directory, timed_ms
 from coldpage import DeviceTierConfig, DiskTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager
-from coldpage.engine.conversations import serve_tokens
-from coldpage.engine.model import LoadedModel, load_model
-from coldpage.engine.runner import ModelRunner
+from coldpage.engine.forward.runner import ModelRunner
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.texts import documentation_tokens
+from coldpage.engine.proof.conversations import serve_tokens
 from coldpage.engine.scheduler import Scheduler
-from coldpage.engine.texts import documentation_tokens
 from coldpage.snapshot import state_read, state_write
 
 __all__ = ["run"]

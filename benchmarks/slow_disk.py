@@ -18,13 +18,13 @@ from benchmarks.rows import Row, scratch_directory
 from coldpage import DeviceTierConfig, DiskTierConfig
 from coldpage.device.file import BlockFile
 from coldpage.engine.assembly import block_bytes, build_manager
-from coldpage.engine.conversations import serve_tokens
+from coldpage.engine.forward.runner import ModelRunner
 from coldpage.engine.messages import Finished, SamplingParams
-from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.texts import documentation_tokens
+from coldpage.engine.proof.conversations import serve_tokens
 from coldpage.engine.requests import GenerationRequest
-from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
-from coldpage.engine.texts import documentation_tokens
 
 __all__ = ["run"]
 

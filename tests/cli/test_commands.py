@@ -16,7 +16,7 @@ from rich.console import Console
 from coldpage.cli.commands import coldpage
 from coldpage.cli.serve_command import ServeFlags, StartReport, settings_of
 from coldpage.engine.messages import EngineReady, EngineSettings
-from coldpage.engine.random_model import write_random_model
+from coldpage.engine.model.random_model import write_random_model
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
 from coldpage.errors import ConfigurationError, DeviceError, ModelError
 
@@ -325,8 +325,8 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
     def fails(options: DemoOptions | VerifyOptions, console: object) -> int:
         raise ModelError("the model can not be loaded")
 
-    for name in ("demo", "verify"):
-        module = types.ModuleType(f"coldpage.engine.{name}")
+    for name, place in (("demo", "demo"), ("verify", "proof.verify")):
+        module = types.ModuleType(f"coldpage.engine.{place}")
         module.__dict__[f"run_{name}"] = status_3
         monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = CliRunner()
@@ -359,7 +359,7 @@ def test_demo_and_verify_hand_their_options_on(monkeypatch: pytest.MonkeyPatch) 
             **common,
         ),
     ]
-    sys.modules["coldpage.engine.verify"].__dict__["run_verify"] = fails
+    sys.modules["coldpage.engine.proof.verify"].__dict__["run_verify"] = fails
     result = runner.invoke(coldpage, ["verify"])
     assert result.exit_code == 2
     assert result.stderr == "coldpage: the model can not be loaded\n"

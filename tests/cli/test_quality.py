@@ -13,9 +13,9 @@ from coldpage.bench.quality.document import section_marks
 from coldpage.bench.quality.texts import load_texts, text_pieces
 from coldpage.cli.commands import coldpage
 from coldpage.codecs import codec_names
-from coldpage.engine import calibration
-from coldpage.engine.model import load_model
-from coldpage.engine.random_model import ModelGeometry, write_random_model
+from coldpage.engine.model import calibration
+from coldpage.engine.model.model import load_model
+from coldpage.engine.model.random_model import ModelGeometry, write_random_model
 
 
 def run(*arguments: str) -> Result:

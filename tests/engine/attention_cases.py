@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from coldpage.engine.dense_attention import BIAS_ALIGNMENT
+from coldpage.engine.attention.dense_attention import BIAS_ALIGNMENT
 
 
 def defined(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coldpage.engine import attention_choice, paged_model, runner
-from coldpage.engine.dense_attention import CudaAttention
+from coldpage.engine.attention import attention_choice
+from coldpage.engine.attention.dense_attention import CudaAttention
+from coldpage.engine.forward import paged_model, runner
 from coldpage.kernels import decode_attention
 from tests.engine.stand_ins import StandIns
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
 from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCacheStatus
 from coldpage.types import BufferRole, LayerId

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coldpage.engine.model import model_cache_directory
+from coldpage.engine.model.model import model_cache_directory
 
 
 def gemma_file() -> str:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from coldpage.engine.geometry import LayerGeometry
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.model import LoadedModel
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.geometry import LayerGeometry
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.model.model import LoadedModel
 from tests.engine.arena import TOKENS_PER_BLOCK, Arena, Table, make_tiny
 
 NUM_SLOTS = 80

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from coldpage.engine.dense_attention import BIAS_ALIGNMENT, CudaOperators, plain_attention
+from coldpage.engine.attention.dense_attention import BIAS_ALIGNMENT, CudaOperators, plain_attention
 
 HALF = (torch.float16, torch.bfloat16)
 

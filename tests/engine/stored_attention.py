@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from coldpage.engine.hot_types import HotTypes
+from coldpage.engine.model.hot_types import HotTypes
 from coldpage.kernels.kv_types import KVType
 from coldpage.kernels.packing import pack, unpack
 from coldpage.kernels.rotation import rotate_back

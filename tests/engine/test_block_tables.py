@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldpage.engine.block_tables import BlockTables
+from coldpage.engine.forward.block_tables import BlockTables
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS = 4, 6

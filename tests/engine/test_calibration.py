@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from coldpage.bench.quality.texts import COMMITTED, load_texts
-from coldpage.engine import calibration
-from coldpage.engine.calibration import (
+from coldpage.engine.model import calibration
+from coldpage.engine.model.calibration import (
     Calibration,
     calibrate,
     default_text,
     load_calibration,
     stored_or_made,
 )
-from coldpage.engine.layer_keys import layer_keys
-from coldpage.engine.model import LoadedModel, load_model, model_cache_directory
-from coldpage.engine.random_model import SMALL, ModelGeometry, random_model
-from coldpage.engine.texts import documentation_text
+from coldpage.engine.model.layer_keys import layer_keys
+from coldpage.engine.model.model import LoadedModel, load_model, model_cache_directory
+from coldpage.engine.model.random_model import SMALL, ModelGeometry, random_model
+from coldpage.engine.model.texts import documentation_text
 from coldpage.errors import ConfigurationError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache_directory")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.codec_capacity import NUM_HOST_CONVERSATIONS, come_back, make_prompts
-from coldpage.engine import calibration
-from coldpage.engine.random_model import ModelGeometry, random_model
+from coldpage.engine.model import calibration
+from coldpage.engine.model.random_model import ModelGeometry, random_model
 
 # The heads of SmolLM2, and two layers of them.
 GEOMETRY = ModelGeometry(2, 9, 3, 64, 72, 64, 320, 4096)

@@ -15,12 +15,12 @@ import torch
 
 from coldpage.codecs import ColdPageCodec, KVShape, NumberType, codec_identity, registry
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
-from coldpage.engine import calibration, cold_codecs
 from coldpage.engine.assembly import block_bytes, build_manager, with_hot_types
-from coldpage.engine.calibration import calibrate, stored_or_made
-from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs, model_pages
-from coldpage.engine.model import LoadedModel, describe_model
-from coldpage.engine.random_model import SMALL, ModelGeometry, random_model
+from coldpage.engine.model import calibration, cold_codecs
+from coldpage.engine.model.calibration import calibrate, stored_or_made
+from coldpage.engine.model.cold_codecs import ColdCodecs, make_cold_codecs, model_pages
+from coldpage.engine.model.model import LoadedModel, describe_model
+from coldpage.engine.model.random_model import SMALL, ModelGeometry, random_model
 from coldpage.errors import ConfigurationError
 from coldpage.testing.example_codecs import CoarseCodec
 from coldpage.types import LayerId, PageClass

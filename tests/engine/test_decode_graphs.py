@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from coldpage.engine import decode_graphs
-from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS, DecodeGraphs, padded_rows
+from coldpage.engine.forward import decode_graphs
+from coldpage.engine.forward.decode_graphs import MAX_GRAPH_ROWS, DecodeGraphs, padded_rows
 
 GPU = torch.device("cuda", 0)  # named only
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coldpage.engine import decode_steps
-from coldpage.engine.paged_model import PagedModel
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward import decode_steps
+from coldpage.engine.forward.paged_model import PagedModel
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
 from tests.engine.arena import Table
 from tests.engine.kernel_rig import use_kernels
 from tests.engine.runner_bench import Bench, assert_close, text

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from coldpage.engine import attention_choice, step_plan
-from coldpage.engine.dense_attention import (
+from coldpage.engine.attention import attention_choice, step_plan
+from coldpage.engine.attention.dense_attention import (
     CudaAttention,
     CudaOperators,
     DenseAttention,
     cpu_attention,
     plain_attention,
 )
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
 from coldpage.kernels.merge_attention import merge_attention_reference
 from tests.engine.attention_cases import bias_of, defined, sides
 from tests.engine.runner_bench import Bench, assert_close, text

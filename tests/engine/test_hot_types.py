@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from coldpage.engine.assembly import build_manager, with_hot_types
-from coldpage.engine.hot_types import HotTypes, choose_hot_types, why_unsupported
-from coldpage.engine.model import manager_layers
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
+from coldpage.engine.model.hot_types import HotTypes, choose_hot_types, why_unsupported
+from coldpage.engine.model.model import manager_layers
 from coldpage.engine.settings import CACHE_TYPES
 from coldpage.errors import ConfigurationError
 from coldpage.kernels.kv_types import BF16, F16, F32, KV_TYPES, Q8_0, TURBO4
@@ -131,7 +131,7 @@ def test_a_machine_without_triton_serves_every_type() -> None:
 import sys
 sys.modules["triton"] = None
 from coldpage.engine import process
-from coldpage.engine.hot_types import HotTypes
+from coldpage.engine.model.hot_types import HotTypes
 from coldpage.kernels.kv_types import Q8_0, TURBO4
 from tests.engine.runner_bench import Bench, text
 bench = Bench("llama", types=HotTypes(Q8_0, TURBO4), head_dim=64)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from coldpage.engine import conversations, verify
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.proof import conversations, verify
 from coldpage.engine.settings import VerifyOptions
 from coldpage.kernels.kv_types import F16, F32, Q8_0, TURBO4
 from tests.engine.kernel_rig import use_kernels

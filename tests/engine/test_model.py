@@ -23,10 +23,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from coldpage.engine import geometry
-from coldpage.engine import model as model_module
-from coldpage.engine.geometry import LayerGeometry, measure_layers
-from coldpage.engine.model import load_model, manager_layers, model_cache_directory
+from coldpage.engine.model import geometry
+from coldpage.engine.model import model as model_module
+from coldpage.engine.model.geometry import LayerGeometry, measure_layers
+from coldpage.engine.model.model import load_model, manager_layers, model_cache_directory
 from coldpage.errors import ModelError
 from tests.engine.arena import make_tiny
 from tests.engine.tiny_tokenizers import byte_level

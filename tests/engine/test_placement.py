@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coldpage.device.host import HostDevice
-from coldpage.engine.hot_pages import hot_pages
-from coldpage.engine.placement import choose_device, choose_dtype, page_device
+from coldpage.engine.forward.hot_pages import hot_pages
+from coldpage.engine.model.placement import choose_device, choose_dtype, page_device
 from coldpage.errors import ConfigurationError, DeviceError, ModelError
 from coldpage.types import BufferRole, LayerId
 from tests.engine.arena import Arena

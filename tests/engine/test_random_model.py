@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coldpage.engine.assembly import block_bytes
-from coldpage.engine.model import load_model
-from coldpage.engine.random_model import (
+from coldpage.engine.model.model import load_model
+from coldpage.engine.model.random_model import (
     EIGHT_BILLION,
     SMALL,
     ModelGeometry,

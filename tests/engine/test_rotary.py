@@ -25,10 +25,10 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from coldpage.engine.layer_keys import layer_keys
-from coldpage.engine.model import LoadedModel, describe_model, load_model
-from coldpage.engine.random_model import SMALL, random_model
-from coldpage.engine.rotary import Frequencies, measure_frequencies, turn_back
+from coldpage.engine.model.layer_keys import layer_keys
+from coldpage.engine.model.model import LoadedModel, describe_model, load_model
+from coldpage.engine.model.random_model import SMALL, random_model
+from coldpage.engine.model.rotary import Frequencies, measure_frequencies, turn_back
 from coldpage.kernels.cold.numbers import phase_steps
 from tests.engine.arena import make_tiny
 from tests.engine.real_models import gemma_file
@@ -147,7 +147,7 @@ def test_other_forms_are_told_once_and_left_alone(make: Any, caplog: Any) -> Non
     model = described(make())
     before = {name: b.clone() for name, b in model.model.named_buffers() if "inv_freq" in name}
     assert before
-    with caplog.at_level(logging.INFO, "coldpage.engine.rotary"):
+    with caplog.at_level(logging.INFO, "coldpage.engine.model.rotary"):
         assert measure_frequencies(model) == (None, None)
     (message,) = caplog.messages
     assert message.startswith("tiny: the keys of layers 0, 1 are turned")
@@ -158,14 +158,14 @@ def test_other_forms_are_told_once_and_left_alone(make: Any, caplog: Any) -> Non
 def test_positions_that_are_added_to_the_input_are_another_form(caplog: Any) -> None:
     sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=97, bos_token_id=1, eos_token_id=2, **sizes)
-    with caplog.at_level(logging.INFO, "coldpage.engine.rotary"):
+    with caplog.at_level(logging.INFO, "coldpage.engine.model.rotary"):
         assert measure_frequencies(described(GPT2LMHeadModel(config))) == (None, None)
     assert len(caplog.messages) == 1
 
 
 def test_a_layer_without_positions_has_nothing_to_turn_back(caplog: Any) -> None:
     config = SmolLM3Config(num_key_value_heads=2, no_rope_layers=[1, 0], **COMMON)
-    with caplog.at_level(logging.INFO, "coldpage.engine.rotary"):
+    with caplog.at_level(logging.INFO, "coldpage.engine.model.rotary"):
         first, second = measure_frequencies(described(SmolLM3ForCausalLM(config)))
     assert first is not None
     assert second is None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.engine import step_plan
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.attention import step_plan
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
 from tests.engine.arena import TOKENS_PER_BLOCK
 from tests.engine.runner_bench import Bench, assert_close, text
 

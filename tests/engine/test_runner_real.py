@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.engine.model import LoadedModel, load_model, model_cache_directory
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
-from coldpage.engine.texts import documentation_tokens
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.model import LoadedModel, load_model, model_cache_directory
+from coldpage.engine.model.texts import documentation_tokens
 from tests.engine.arena import Arena, Table
 from tests.engine.real_models import gemma_file
 

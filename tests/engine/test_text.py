@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from coldpage.engine.hot_types import HotTypes
 from coldpage.engine.messages import ChatMessage
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.model.model import LoadedModel
 from coldpage.engine.text import IncrementalText, encode_chat, encode_text, render_chat
 from coldpage.errors import ModelError
 from tests.engine.tiny_tokenizers import byte_level, space_marker

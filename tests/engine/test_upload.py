@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from coldpage.engine import upload
-from coldpage.engine.step_plan import GroupPlan, ItemSpan, plan_group
+from coldpage.engine.attention.step_plan import GroupPlan, ItemSpan, plan_group
+from coldpage.engine.forward import upload
 
 CPU = torch.device("cpu")
 

@@ -16,17 +16,19 @@ import torch
 from rich.console import Console
 
 from coldpage.codecs import create_codec
-from coldpage.engine import demo, replay, runner
-from coldpage.engine import verify as verification
+from coldpage.engine import demo
 from coldpage.engine.assembly import build_manager
-from coldpage.engine.codec_replay import CodecReplay
-from coldpage.engine.cold_codecs import ColdCodecs
 from coldpage.engine.demo import run_demo
+from coldpage.engine.forward import runner
+from coldpage.engine.model.cold_codecs import ColdCodecs
+from coldpage.engine.model.random_model import SMALL, random_model, write_random_model
 from coldpage.engine.planning import ItemPurpose
-from coldpage.engine.random_model import SMALL, random_model, write_random_model
-from coldpage.engine.recording import RecordedRestore, Recorder
+from coldpage.engine.proof import replay
+from coldpage.engine.proof import verify as verification
+from coldpage.engine.proof.codec_replay import CodecReplay
+from coldpage.engine.proof.recording import RecordedRestore, Recorder
+from coldpage.engine.proof.verify import run_verify
 from coldpage.engine.settings import DemoOptions, Injection, VerifyOptions
-from coldpage.engine.verify import run_verify
 from coldpage.manager import KVCacheManager
 from coldpage.migration.disk_reads import DiskReads
 from coldpage.sequence import KVCache
@@ -273,7 +275,7 @@ def test_an_injection_without_effect_fails(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flip that nobody detects must not pass for a proof: here the read is never asked for."""
-    monkeypatch.setattr("coldpage.engine.verify._flip_one_bit", lambda *arguments: None)
+    monkeypatch.setattr("coldpage.engine.proof.verify._flip_one_bit", lambda *arguments: None)
     status, output = verify(model_path, injection=Injection.FLIP)
     assert status == 1
     assert "did not have the effect" in output

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coldpage.device.base import Device
-from coldpage.engine.placement import compute_exactly
+from coldpage.engine.model.placement import compute_exactly
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.runner import LogitsWanted, StepItem
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
+from coldpage.engine.model.hot_types import HotTypes
 from coldpage.kernels.kv_types import Q8_0, TURBO4
 from tests.engine.runner_bench import Bench, text
 

@@ -17,16 +17,21 @@ from rich.console import Console
 
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager, with_hot_types
-from coldpage.engine.conversations import make_conversations, play, serve_tokens
-from coldpage.engine.dense_attention import dense_attention, plain_attention
-from coldpage.engine.hot_types import HotTypes
+from coldpage.engine.attention.dense_attention import dense_attention, plain_attention
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.engine.messages import EngineSettings, Finished, Loading
-from coldpage.engine.placement import page_device
-from coldpage.engine.random_model import EIGHT_BILLION, SMALL, random_model, write_random_model
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.model.placement import page_device
+from coldpage.engine.model.random_model import (
+    EIGHT_BILLION,
+    SMALL,
+    random_model,
+    write_random_model,
+)
+from coldpage.engine.proof.conversations import make_conversations, play, serve_tokens
+from coldpage.engine.proof.verify import run_verify
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
-from coldpage.engine.verify import run_verify
 from coldpage.kernels.kv_types import F16, F32, Q8_0, TURBO4
 from tests.engine.attention_cases import bias_of, defined, sides
 from tests.engine.engine_peer import RunningEngine, generate

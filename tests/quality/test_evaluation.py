@@ -13,9 +13,9 @@ from coldpage.bench.quality.report import document_table, result_rows
 from coldpage.bench.quality.settings import CodecSetting, EvaluationOptions
 from coldpage.bench.quality.texts import Text, load_texts
 from coldpage.codecs import ColdPageCodec, create_default_cold_page_codec
-from coldpage.engine.cold_codecs import model_pages
-from coldpage.engine.model import LoadedModel
-from coldpage.engine.random_model import SMALL, random_model
+from coldpage.engine.model.cold_codecs import model_pages
+from coldpage.engine.model.model import LoadedModel
+from coldpage.engine.model.random_model import SMALL, random_model
 from coldpage.errors import CodecError, ConfigurationError
 from tests.quality.rounding_codec import RoundingCodec
 

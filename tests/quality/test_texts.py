@@ -15,8 +15,8 @@ from coldpage.bench.quality.study import STUDIED_CODECS, study_settings
 from coldpage.bench.quality.texts import TEXT_SOURCES, Text, load_texts, text_pieces
 from coldpage.codecs import KVShape, LayerVectors, NumberType, PackedCodec
 from coldpage.codecs.packed import VectorFormats
-from coldpage.engine.calibration import default_text
-from coldpage.engine.random_model import random_tokenizer
+from coldpage.engine.model.calibration import default_text
+from coldpage.engine.model.random_model import random_tokenizer
 from coldpage.errors import ConfigurationError
 from coldpage.kernels.cold.formats import ColdFormat
 from coldpage.types import LayerId

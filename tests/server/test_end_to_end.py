@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from coldpage.engine.texts import documentation_text
+from coldpage.engine.model.texts import documentation_text
 from tests.server.running_server import RunningServer, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.model.model import LoadedModel, load_model
 from tests.server.running_server import RunningServer, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

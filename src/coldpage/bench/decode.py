@@ -24,11 +24,11 @@ from coldpage.bench.rows import Row, median, quiet_progress, size_name
 from coldpage.config import DeviceTierConfig
 from coldpage.device.base import Device
 from coldpage.engine.assembly import block_bytes, build_manager, with_hot_types
-from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS
-from coldpage.engine.hot_pages import layer_pages
-from coldpage.engine.model import LoadedModel
-from coldpage.engine.random_model import random_model
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.forward.decode_graphs import MAX_GRAPH_ROWS
+from coldpage.engine.forward.hot_pages import layer_pages
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.model import LoadedModel
+from coldpage.engine.model.random_model import random_model
 from coldpage.errors import ConfigurationError, DeviceError
 from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCache
@@ -255,7 +255,7 @@ def _rows(rig: _Rig, geometry: Geometry, batch: int, copy: _Copy, num_repeats: i
         "batch": float(batch),
         "num_tokens": float(rig.num_tokens),
         "read_bytes": float(read_bytes),
-        "copy_gb_per_s": round(moved_bytes / 1e6 / median(copied_ms), 1),
+        "copy_gb_per_s": round(moved_bytes / 1e6 / median(copied_ms), 3),
     }
     rival = f"reading weights and cache at the speed of {copy.name}"
     rows = []

@@ -11,11 +11,11 @@ import torch
 from coldpage.bench.attention.decode import DTYPE, DecodeCase
 from coldpage.bench.attention.layers import Heads, PagedLayers
 from coldpage.device.base import Event
-from coldpage.engine.attention_choice import choose_attention
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.paged_attention import Scoring, Scratch
-from coldpage.engine.step_plan import ItemSpan
-from coldpage.engine.upload import to_device
+from coldpage.engine.attention.attention_choice import choose_attention
+from coldpage.engine.attention.paged_attention import Scoring, Scratch
+from coldpage.engine.attention.step_plan import ItemSpan
+from coldpage.engine.forward.upload import to_device
+from coldpage.engine.model.hot_types import HotTypes
 
 __all__ = ["DecodeLoad"]
 

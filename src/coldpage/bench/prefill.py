@@ -10,9 +10,9 @@ import torch
 from coldpage.bench.arena import is_gpu
 from coldpage.bench.kv import LLAMA_8B, SMOLLM2_135M, TINY_LLAMA, Geometry, tokens_of
 from coldpage.device.base import Device, Stream
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.random_model import EIGHT_BILLION, SMALL, ModelGeometry, random_model
 from coldpage.engine.planning import prefill_chunk
-from coldpage.engine.random_model import EIGHT_BILLION, SMALL, ModelGeometry, random_model
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCache
 from coldpage.types import Int32Array

@@ -49,7 +49,7 @@ def calibrate(model: str | None, text: str | None, device: str, dtype: str) -> N
 
         source = check_model(model)
         content = None if text is None else _read(expand_user(text))
-        from coldpage.engine.calibrating import run_calibrate
+        from coldpage.engine.model.calibrating import run_calibrate
 
         run_calibrate(source, content, device, dtype, Console())
 

@@ -309,7 +309,7 @@ def verify(model: str | None, block_tokens: int, injection: str, **flags: Any) -
             injection=Injection(injection),
             **flags,
         )
-        from coldpage.engine.verify import run_verify
+        from coldpage.engine.proof.verify import run_verify
 
         _exit_with(run_verify(options, Console()))
 

@@ -14,8 +14,8 @@ from coldpage.config import (
     KVCacheManagerConfig,
 )
 from coldpage.device.base import Device
-from coldpage.engine.hot_types import choose_hot_types, why_unsupported
-from coldpage.engine.model import LoadedModel, manager_layers
+from coldpage.engine.model.hot_types import choose_hot_types, why_unsupported
+from coldpage.engine.model.model import LoadedModel, manager_layers
 from coldpage.engine.requests import TextStream
 from coldpage.engine.steps import ServedModel
 from coldpage.errors import ConfigurationError

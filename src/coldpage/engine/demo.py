@@ -21,8 +21,12 @@ from coldpage.engine.assembly import (
     build_manager,
     with_hot_types,
 )
-from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
-from coldpage.engine.conversations import (
+from coldpage.engine.forward.runner import ModelRunner
+from coldpage.engine.messages import Failed, Finished, SamplingParams
+from coldpage.engine.model.cold_codecs import ColdCodecs, make_cold_codecs
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.placement import choose_device, choose_dtype, page_device
+from coldpage.engine.proof.conversations import (
     ANSWER_TOKENS,
     TURN_TOKENS,
     Conversation,
@@ -31,11 +35,7 @@ from coldpage.engine.conversations import (
     play,
     serve_tokens,
 )
-from coldpage.engine.messages import Failed, Finished, SamplingParams
-from coldpage.engine.model import LoadedModel, load_model
-from coldpage.engine.placement import choose_device, choose_dtype, page_device
 from coldpage.engine.requests import GenerationRequest
-from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import DemoOptions
 from coldpage.engine.stage_progress import StageProgress

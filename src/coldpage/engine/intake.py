@@ -15,7 +15,7 @@ import numpy as np
 from coldpage.config import ReuseScope
 from coldpage.engine.loop import Command
 from coldpage.engine.messages import Cancel, Failed, Generate, Request, SessionCommand, Shutdown
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.model import LoadedModel
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.text import encode_chat, encode_text
 from coldpage.engine.transport import EngineChannel

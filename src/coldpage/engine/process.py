@@ -28,18 +28,18 @@ from coldpage.config import (
 )
 from coldpage.engine.admission import EngineLimits
 from coldpage.engine.assembly import build_manager, served_model, with_hot_types
-from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
+from coldpage.engine.forward.runner import ModelRunner
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
 from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
-from coldpage.engine.model import LoadedModel, load_model
-from coldpage.engine.placement import (
+from coldpage.engine.model.cold_codecs import ColdCodecs, make_cold_codecs
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.placement import (
     choose_device,
     choose_dtype,
     free_gpu_bytes,
     page_device,
 )
-from coldpage.engine.runner import ModelRunner
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.session_control import SessionControl
 from coldpage.engine.telemetry import tier_stats

@@ -27,11 +27,11 @@ from coldpage.engine.admission import (
     refuse_sampling,
     working_set_blocks,
 )
+from coldpage.engine.forward.runner import LogitsWanted, StepItem
 from coldpage.engine.messages import Delta, Failed, Finished
 from coldpage.engine.opening import CacheOpener
 from coldpage.engine.planning import ItemPurpose, missing_chunk, prefill_chunk
 from coldpage.engine.requests import GenerationRequest, LiveRequest, RequestPhase
-from coldpage.engine.runner import LogitsWanted, StepItem
 from coldpage.engine.sampling import new_generator, sample
 from coldpage.engine.sessions import SessionKey, SessionStore
 from coldpage.engine.steps import (

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from coldpage.engine.forward.runner import StepItem
 from coldpage.engine.messages import Delta, Failed, Finished
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.requests import LiveRequest, TextStream
-from coldpage.engine.runner import StepItem
 from coldpage.types import BlockOrdinal, HalfOpenRange, Int32Array
 
 if TYPE_CHECKING:

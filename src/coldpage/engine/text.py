@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from coldpage.engine.messages import ChatMessage
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.model import LoadedModel
 from coldpage.errors import ModelError
 from coldpage.types import Int32Array
 

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.paged_attention import LayerPages
+from coldpage.engine.attention.paged_attention import LayerPages
+from coldpage.engine.model.hot_types import HotTypes
 from coldpage.errors import ConfigurationError
 from coldpage.kernels.gather_pages import gather_pages, gather_pages_reference
 from coldpage.kernels.kv_types import TURBO4, KVPages, page_views

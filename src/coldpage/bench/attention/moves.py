@@ -18,11 +18,11 @@ from coldpage.bench.attention.layers import (
 )
 from coldpage.bench.clock import Timed, alternated
 from coldpage.bench.rows import Row, median
-from coldpage.engine.attention_choice import choose_attention
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.paged_attention import Scratch
-from coldpage.engine.step_plan import ItemSpan
-from coldpage.engine.upload import to_device
+from coldpage.engine.attention.attention_choice import choose_attention
+from coldpage.engine.attention.paged_attention import Scratch
+from coldpage.engine.attention.step_plan import ItemSpan
+from coldpage.engine.forward.upload import to_device
+from coldpage.engine.model.hot_types import HotTypes
 
 __all__ = ["gather_rows", "write_rows"]
 

@@ -21,7 +21,7 @@ from coldpage.bench.attention.prefill import PrefillCase, prefill_rows
 from coldpage.bench.clock import place_of
 from coldpage.bench.rows import Row, quiet_progress
 from coldpage.device.base import Device
-from coldpage.engine.hot_types import HotTypes, choose_hot_types, why_unsupported
+from coldpage.engine.model.hot_types import HotTypes, choose_hot_types, why_unsupported
 from coldpage.errors import ConfigurationError, DeviceError
 
 __all__ = ["PARTS", "AttentionBenchOptions", "run_attention"]

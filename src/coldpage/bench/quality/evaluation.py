@@ -29,7 +29,7 @@ from coldpage.bench.quality.speed import SpeedBench, SpeedSamples
 from coldpage.bench.quality.texts import Text, text_pieces
 from coldpage.codecs import ModelPages
 from coldpage.device.host import HostDevice
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel, manager_layers
+from coldpage.engine.model.model import KEY_ROLE, VALUE_ROLE, LoadedModel, manager_layers
 from coldpage.errors import CodecError, ConfigurationError
 from coldpage.types import HalfOpenRange, Int32Array
 

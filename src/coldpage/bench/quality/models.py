@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
-from coldpage.engine.model import BUNDLED_MODEL, model_cache_directory
+from coldpage.engine.model.model import BUNDLED_MODEL, model_cache_directory
 from coldpage.errors import ModelError
 
 __all__ = ["GEMMA", "find_model"]

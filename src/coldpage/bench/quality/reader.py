@@ -7,9 +7,9 @@ import torch
 
 from coldpage.bench.quality.hot_store import NOTHING, HotStore
 from coldpage.bench.quality.metrics import VectorScores, score_vectors
-from coldpage.engine.hot_pages import layer_pages
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.forward.hot_pages import layer_pages
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
+from coldpage.engine.model.model import KEY_ROLE, VALUE_ROLE, LoadedModel
 from coldpage.types import BufferRole, HalfOpenRange, Int32Array, LayerId
 
 __all__ = ["ContextReader"]

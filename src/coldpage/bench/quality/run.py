@@ -19,9 +19,9 @@ from coldpage.bench.quality.study import STUDIED_CODECS, stored_key_means, study
 from coldpage.bench.quality.summary import Summary
 from coldpage.bench.quality.texts import load_texts
 from coldpage.codecs import ModelPages, codec_names, create_codec
-from coldpage.engine.calibration import stored_or_made
-from coldpage.engine.cold_codecs import model_pages
-from coldpage.engine.model import LoadedModel, load_model
+from coldpage.engine.model.calibration import stored_or_made
+from coldpage.engine.model.cold_codecs import model_pages
+from coldpage.engine.model.model import LoadedModel, load_model
 from coldpage.engine.stage_progress import StageProgress
 from coldpage.errors import ConfigurationError
 

@@ -13,8 +13,8 @@ from coldpage.bench.quality.passage import Passage
 from coldpage.bench.quality.settings import CodecSetting, EvaluationOptions, with_number_type
 from coldpage.bench.rows import median, timed_ms
 from coldpage.codecs import ModelPages, NumberType
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel, manager_layers
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.model.model import KEY_ROLE, VALUE_ROLE, LoadedModel, manager_layers
 from coldpage.types import HalfOpenRange, LayerId
 
 __all__ = ["SpeedBench", "SpeedSamples"]

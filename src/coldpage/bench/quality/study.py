@@ -17,9 +17,9 @@ import torch
 from coldpage.bench.quality.settings import CodecSetting
 from coldpage.codecs import ColdPageCodec, LayerVectors, ModelPages, PackedCodec
 from coldpage.codecs.packed import PACKED_FORMATS
-from coldpage.engine.calibration import default_text
-from coldpage.engine.layer_keys import layer_keys
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.calibration import default_text
+from coldpage.engine.model.layer_keys import layer_keys
+from coldpage.engine.model.model import LoadedModel
 from coldpage.errors import ConfigurationError
 from coldpage.types import LayerId
 

@@ -15,8 +15,8 @@ from coldpage.bench.quality.evaluation import CodecQuality
 from coldpage.bench.quality.options import QualityOptions
 from coldpage.bench.quality.report import document_table, printed_table, result_rows
 from coldpage.bench.rows import machine_facts
-from coldpage.engine.calibration import Calibration
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.calibration import Calibration
+from coldpage.engine.model.model import LoadedModel
 
 __all__ = ["Summary"]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coldpage.engine.texts import documentation_text
+from coldpage.engine.model.texts import documentation_text
 from coldpage.errors import ConfigurationError
 from coldpage.types import Int32Array
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from coldpage.engine.recording import Place, RecordedItem, RecordedRestore
-from coldpage.engine.replay import Replay
-from coldpage.engine.round_trip import RoundTrip
+from coldpage.engine.proof.recording import Place, RecordedItem, RecordedRestore
+from coldpage.engine.proof.replay import Replay
+from coldpage.engine.proof.round_trip import RoundTrip
 
 if TYPE_CHECKING:
     from coldpage.sequence import KVCache

@@ -8,10 +8,10 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from coldpage.engine.codec_replay import CodecTrips, Loss
-from coldpage.engine.conversations import Conversation
-from coldpage.engine.recording import Recorder
-from coldpage.engine.replay import Comparison
+from coldpage.engine.proof.codec_replay import CodecTrips, Loss
+from coldpage.engine.proof.conversations import Conversation
+from coldpage.engine.proof.recording import Recorder
+from coldpage.engine.proof.replay import Comparison
 from coldpage.engine.settings import Injection, VerifyOptions
 from coldpage.manager import ManagerStats
 

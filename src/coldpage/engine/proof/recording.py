@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from coldpage.engine.hot_pages import layer_pages
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.forward.hot_pages import layer_pages
+from coldpage.engine.model.model import LoadedModel
 from coldpage.engine.planning import ItemPurpose
 from coldpage.engine.steps import ScheduledItem
 from coldpage.types import BlockOrdinal, Int32Array, LayerGroupId, LayerId

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from coldpage.engine.step_plan import ChunkPlan, GroupPlan, ItemSpan, Write
+from coldpage.engine.attention.step_plan import ChunkPlan, GroupPlan, ItemSpan, Write
 from coldpage.kernels.kv_types import KVPages
 
 __all__ = ["LayerPages", "PagedAttention", "Scoring", "Scratch", "with_sinks"]

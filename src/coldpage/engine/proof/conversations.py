@@ -13,15 +13,15 @@ import numpy as np
 
 from coldpage.engine.assembly import served_model
 from coldpage.engine.messages import Failed, Finished, SamplingParams, Usage
+from coldpage.engine.model.texts import documentation_tokens
 from coldpage.engine.requests import GenerationRequest
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.steps import ServedModel, StepState
-from coldpage.engine.texts import documentation_tokens
 from coldpage.errors import ModelError
 from coldpage.types import Int32Array
 
 if TYPE_CHECKING:
-    from coldpage.engine.model import LoadedModel
+    from coldpage.engine.model.model import LoadedModel
     from coldpage.manager import KVCacheManager
 
 __all__ = [

@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.attention_choice import follows_tables
-from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS
-from coldpage.engine.hot_pages import PageSource
-from coldpage.engine.model import LoadedModel
-from coldpage.engine.paged_model import PagedModel
-from coldpage.engine.step_plan import GroupPlan, ItemSpan
-from coldpage.engine.upload import to_device
+from coldpage.engine.attention.attention_choice import follows_tables
+from coldpage.engine.attention.step_plan import GroupPlan, ItemSpan
+from coldpage.engine.forward.decode_graphs import MAX_GRAPH_ROWS
+from coldpage.engine.forward.hot_pages import PageSource
+from coldpage.engine.forward.paged_model import PagedModel
+from coldpage.engine.forward.upload import to_device
+from coldpage.engine.model.model import LoadedModel
 from coldpage.types import Int32Array, LayerGroupId
 
 if TYPE_CHECKING:
-    from coldpage.engine.decode_steps import DecodeSteps
+    from coldpage.engine.forward.decode_steps import DecodeSteps
 
 __all__ = [
     "LogitsWanted",
@@ -80,7 +80,7 @@ class ModelRunner:
         self._decode: DecodeSteps | None = None
         if follows_tables(self._device):
             # Only here: a machine without a GPU may have no Triton.
-            from coldpage.engine.decode_steps import DecodeSteps
+            from coldpage.engine.forward.decode_steps import DecodeSteps
 
             self._decode = DecodeSteps(
                 self._model,
@@ -132,7 +132,7 @@ class ModelRunner:
             return None
         if not self._decode.takes(len(items), max(item.start for item in items)):
             return None
-        from coldpage.engine.decode_steps import DecodeRow
+        from coldpage.engine.forward.decode_steps import DecodeRow
 
         rows = [
             DecodeRow(int(item.token_ids[0]), item.start, item.kv_cache.page_indices)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.layer_keys import LayerKeys, layer_keys
-from coldpage.engine.model import LoadedModel
+from coldpage.engine.model.layer_keys import LayerKeys, layer_keys
+from coldpage.engine.model.model import LoadedModel
 
 __all__ = ["Frequencies", "measure_frequencies", "turn_back"]
 

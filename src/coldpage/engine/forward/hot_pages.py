@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from coldpage.device.base import DeviceBytes
-from coldpage.engine.model import KEY_ROLE, VALUE_ROLE, LoadedModel
-from coldpage.engine.paged_attention import LayerPages
+from coldpage.engine.attention.paged_attention import LayerPages
+from coldpage.engine.model.model import KEY_ROLE, VALUE_ROLE, LoadedModel
 from coldpage.kernels.kv_types import page_views
 from coldpage.types import BufferRole, LayerGroupId, LayerId
 

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coldpage.engine.model import LoadedModel, describe_model, offline_and_quiet
-from coldpage.engine.placement import compute_exactly
-from coldpage.engine.texts import documentation_text
+from coldpage.engine.model.model import LoadedModel, describe_model, offline_and_quiet
+from coldpage.engine.model.placement import compute_exactly
+from coldpage.engine.model.texts import documentation_text
 
 __all__ = [
     "EIGHT_BILLION",

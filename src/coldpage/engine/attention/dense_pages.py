@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch
 
-from coldpage.engine.dense_attention import DenseAttention
-from coldpage.engine.paged_attention import LayerPages, Scoring, Scratch, with_sinks
-from coldpage.engine.step_plan import (
+from coldpage.engine.attention.dense_attention import DenseAttention
+from coldpage.engine.attention.paged_attention import LayerPages, Scoring, Scratch, with_sinks
+from coldpage.engine.attention.step_plan import (
     ChunkPlan,
     DecodePlan,
     Gather,

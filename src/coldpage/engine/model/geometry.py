@@ -15,8 +15,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from coldpage.engine.dense_attention import plain_attention
-from coldpage.engine.paged_attention import with_sinks
+from coldpage.engine.attention.dense_attention import plain_attention
+from coldpage.engine.attention.paged_attention import with_sinks
 from coldpage.errors import ModelError
 
 __all__ = ["LayerGeometry", "cache_argument", "measure_layers"]

@@ -25,9 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from coldpage.engine.layer_keys import layer_keys
-from coldpage.engine.model import LoadedModel, model_cache_directory
-from coldpage.engine.rotary import Frequencies, measure_frequencies, turn_back
+from coldpage.engine.model.layer_keys import layer_keys
+from coldpage.engine.model.model import LoadedModel, model_cache_directory
+from coldpage.engine.model.rotary import Frequencies, measure_frequencies, turn_back
 from coldpage.errors import ConfigurationError, ModelError
 from coldpage.types import Int32Array
 
@@ -69,7 +69,7 @@ class Calibration:
 
 def default_text() -> str:
     """English prose and Python code, about 9,000 tokens."""
-    return resources.files("coldpage.engine").joinpath(_DEFAULT_TEXT).read_text("utf-8")
+    return resources.files("coldpage.engine.model").joinpath(_DEFAULT_TEXT).read_text("utf-8")
 
 
 def calibrate(model: LoadedModel, text: str, progress: _Progress) -> Calibration:

@@ -22,9 +22,9 @@ from coldpage.codecs import (
 )
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
 from coldpage.config import AttentionLayerConfig
-from coldpage.engine.calibration import Calibration, stored_or_made
-from coldpage.engine.geometry import LayerGeometry
-from coldpage.engine.model import LoadedModel, manager_layers
+from coldpage.engine.model.calibration import Calibration, stored_or_made
+from coldpage.engine.model.geometry import LayerGeometry
+from coldpage.engine.model.model import LoadedModel, manager_layers
 from coldpage.errors import ConfigurationError
 from coldpage.kernels.kv_types import KVType
 from coldpage.layout import HotLayout, hot_layout

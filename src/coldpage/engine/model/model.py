@@ -34,9 +34,9 @@ from transformers import (
 )
 
 from coldpage.config import AttentionLayerConfig, BufferConfig
-from coldpage.engine.geometry import LayerGeometry, measure_layers
-from coldpage.engine.hot_types import HotTypes
-from coldpage.engine.placement import compute_exactly
+from coldpage.engine.model.geometry import LayerGeometry, measure_layers
+from coldpage.engine.model.hot_types import HotTypes
+from coldpage.engine.model.placement import compute_exactly
 from coldpage.errors import ModelError
 from coldpage.types import BufferRole, LayerId
 

@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from coldpage.engine.block_tables import BlockTables
-from coldpage.engine.decode_graphs import MAX_GRAPH_ROWS, DecodeGraphs, padded_rows
-from coldpage.engine.kernel_plan import plan_parts
-from coldpage.engine.paged_model import LayerGroup, PagedModel
-from coldpage.engine.step_plan import GroupPlan, Write
-from coldpage.engine.upload import packed_bytes, to_buffer, to_device
+from coldpage.engine.attention.kernel_plan import plan_parts
+from coldpage.engine.attention.step_plan import GroupPlan, Write
+from coldpage.engine.forward.block_tables import BlockTables
+from coldpage.engine.forward.decode_graphs import MAX_GRAPH_ROWS, DecodeGraphs, padded_rows
+from coldpage.engine.forward.paged_model import LayerGroup, PagedModel
+from coldpage.engine.forward.upload import packed_bytes, to_buffer, to_device
 from coldpage.kernels.decode_plan import DecodeBatch
 from coldpage.types import Int32Array, LayerGroupId
 

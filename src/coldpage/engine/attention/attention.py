@@ -14,8 +14,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from coldpage.engine.paged_attention import LayerPages, PagedAttention, Scoring
-from coldpage.engine.step_plan import GroupPlan
+from coldpage.engine.attention.paged_attention import LayerPages, PagedAttention, Scoring
+from coldpage.engine.attention.step_plan import GroupPlan
 from coldpage.kernels.rotation import rotate, rotate_back
 
 __all__ = [

@@ -22,9 +22,14 @@ from coldpage.engine.assembly import (
     build_manager,
     with_hot_types,
 )
-from coldpage.engine.codec_replay import CodecReplay, LosslessReplay
-from coldpage.engine.cold_codecs import ColdCodecs, make_cold_codecs
-from coldpage.engine.conversations import (
+from coldpage.engine.forward.runner import ModelRunner
+from coldpage.engine.model.cold_codecs import ColdCodecs, make_cold_codecs
+from coldpage.engine.model.geometry import cache_argument
+from coldpage.engine.model.model import LoadedModel, load_model
+from coldpage.engine.model.placement import choose_device, page_device
+from coldpage.engine.model.random_model import SMALL, write_random_model
+from coldpage.engine.proof.codec_replay import CodecReplay, LosslessReplay
+from coldpage.engine.proof.conversations import (
     ANSWER_TOKENS,
     TURN_TOKENS,
     Conversation,
@@ -33,18 +38,13 @@ from coldpage.engine.conversations import (
     play,
     serve_tokens,
 )
-from coldpage.engine.geometry import cache_argument
-from coldpage.engine.model import LoadedModel, load_model
-from coldpage.engine.placement import choose_device, page_device
-from coldpage.engine.random_model import SMALL, write_random_model
-from coldpage.engine.recording import PageHasher, Recorder
-from coldpage.engine.replay import Comparison, Replay
-from coldpage.engine.round_trip import RoundTrip
-from coldpage.engine.runner import ModelRunner
+from coldpage.engine.proof.recording import PageHasher, Recorder
+from coldpage.engine.proof.replay import Comparison, Replay
+from coldpage.engine.proof.round_trip import RoundTrip
+from coldpage.engine.proof.verify_report import NEAR_TIE, Findings, PressureRun, report
 from coldpage.engine.scheduler import Scheduler
 from coldpage.engine.settings import Injection, VerifyOptions
 from coldpage.engine.stage_progress import StageProgress
-from coldpage.engine.verify_report import NEAR_TIE, Findings, PressureRun, report
 from coldpage.errors import ModelError
 from coldpage.manager import KVCacheManager
 from coldpage.types import Int32Array

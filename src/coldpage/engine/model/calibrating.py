@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from rich.console import Console
 
-from coldpage.engine.calibration import calibrate, default_text
-from coldpage.engine.model import load_model
-from coldpage.engine.placement import choose_device, choose_dtype
+from coldpage.engine.model.calibration import calibrate, default_text
+from coldpage.engine.model.model import load_model
+from coldpage.engine.model.placement import choose_device, choose_dtype
 
 __all__ = ["run_calibrate"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from coldpage.engine.dense_attention import dense_attention
-from coldpage.engine.dense_pages import DensePages
-from coldpage.engine.paged_attention import PagedAttention, Scratch
+from coldpage.engine.attention.dense_attention import dense_attention
+from coldpage.engine.attention.dense_pages import DensePages
+from coldpage.engine.attention.paged_attention import PagedAttention, Scratch
 
 __all__ = ["choose_attention", "follows_tables"]
 
@@ -24,6 +24,6 @@ def choose_attention(
     if not follows_tables(device):
         return DensePages(dense, scratch, dtype)
     # Only here: a machine without a GPU may have no Triton.
-    from coldpage.engine.kernel_pages import KernelPages
+    from coldpage.engine.attention.kernel_pages import KernelPages
 
     return KernelPages(dense, scratch, dtype)

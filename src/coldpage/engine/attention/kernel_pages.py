@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from coldpage.engine.dense_attention import DenseAttention
-from coldpage.engine.dense_pages import attend_tiles
-from coldpage.engine.kernel_plan import plan_kernel_group
-from coldpage.engine.paged_attention import LayerPages, Scoring, Scratch, with_sinks
-from coldpage.engine.step_plan import ChunkPlan, Gather, GroupPlan, ItemSpan, Write
+from coldpage.engine.attention.dense_attention import DenseAttention
+from coldpage.engine.attention.dense_pages import attend_tiles
+from coldpage.engine.attention.kernel_plan import plan_kernel_group
+from coldpage.engine.attention.paged_attention import LayerPages, Scoring, Scratch, with_sinks
+from coldpage.engine.attention.step_plan import ChunkPlan, Gather, GroupPlan, ItemSpan, Write
 from coldpage.kernels.decode_attention import decode_attention
 from coldpage.kernels.decode_plan import AttentionOptions, DecodeBatch
 from coldpage.kernels.gather_pages import gather_pages

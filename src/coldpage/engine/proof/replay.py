@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from coldpage.engine.forward.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.engine.planning import ItemPurpose
-from coldpage.engine.recording import (
+from coldpage.engine.proof.recording import (
     PageHasher,
     Place,
     RecordedItem,
     RecordedRestore,
     Recorder,
 )
-from coldpage.engine.runner import LogitsWanted, ModelRunner, StepItem
 from coldpage.types import BlockOrdinal
 
 if TYPE_CHECKING:

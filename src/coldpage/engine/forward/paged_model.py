@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
-from coldpage.engine.attention import CURRENT_CACHE, PagedCache, PagedLayer, register_attention
-from coldpage.engine.attention_choice import choose_attention
-from coldpage.engine.geometry import cache_argument
-from coldpage.engine.hot_pages import PageSource, layer_pages
-from coldpage.engine.model import LoadedModel
-from coldpage.engine.paged_attention import LayerPages, PagedAttention, Scratch
-from coldpage.engine.step_plan import GroupPlan
+from coldpage.engine.attention.attention import (
+    CURRENT_CACHE,
+    PagedCache,
+    PagedLayer,
+    register_attention,
+)
+from coldpage.engine.attention.attention_choice import choose_attention
+from coldpage.engine.attention.paged_attention import LayerPages, PagedAttention, Scratch
+from coldpage.engine.attention.step_plan import GroupPlan
+from coldpage.engine.forward.hot_pages import PageSource, layer_pages
+from coldpage.engine.model.geometry import cache_argument
+from coldpage.engine.model.model import LoadedModel
 from coldpage.types import LayerGroupId, LayerId
 
 __all__ = ["LayerGroup", "PagedModel"]

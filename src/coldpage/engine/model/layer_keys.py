@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from coldpage.engine.geometry import cache_argument
+from coldpage.engine.model.geometry import cache_argument
 
 __all__ = ["LayerKeys", "layer_keys"]
 

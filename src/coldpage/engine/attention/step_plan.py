@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.dense_attention import BIAS_ALIGNMENT
+from coldpage.engine.attention.dense_attention import BIAS_ALIGNMENT
 from coldpage.kernels.decode_plan import DecodeBatch
 from coldpage.types import Int32Array, Int64Array
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coldpage.engine.paged_attention import LayerPages
-from coldpage.engine.step_plan import (
+from coldpage.engine.attention.paged_attention import LayerPages
+from coldpage.engine.attention.step_plan import (
     ChunkPlan,
     GroupPlan,
     ItemSpan,

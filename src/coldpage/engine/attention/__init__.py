@@ -1,0 +1,1 @@
+"""Attention over hot pages, and the index tensors that say which."""

@@ -1,0 +1,1 @@
+"""One forward pass over the new tokens of many sequences."""
