@@ -30,6 +30,11 @@ class BlockTable:
         self.num_blocks = 0
 
     @property
+    def num_layer_groups(self) -> int:
+        """Rows."""
+        return int(self._pages.shape[0])
+
+    @property
     def pages(self) -> Int32Array:
         """A writable view [num_layer_groups, num_blocks]."""
         return self._pages[:, : self.num_blocks]

@@ -69,7 +69,7 @@ class FaultyManager(KVCacheManager):
         )
         assert filler.resume()
         self.finish_transfers()
-        for num_blocks in range(self.num_hot_blocks, 0, -1):
+        for num_blocks in range(filler.max_capacity // self.tokens_per_block, 0, -1):
             if filler.resize(num_blocks * self.tokens_per_block):
                 break
         filler.close()

@@ -37,3 +37,18 @@ def test_one_request_that_can_never_fit_fails_alone(new_rig: Any) -> None:
     assert rig.failed("huge").code == "hot_level_too_small"
     rig.check_tokens("first", "second")
     assert rig.scheduler.counters["failed"] == 1
+
+
+def test_a_prompt_beside_a_sliding_window_takes_the_steps_that_fit(new_rig: Any) -> None:
+    """All of it at once would need twice the pages: the window's, of blocks it never sees again."""
+    rig = new_rig(HOT_BLOCKS, has_sliding_window=True)
+    longest = rig.manager.max_sequence_tokens
+    with rig.manager.create_kv_cache() as cache:
+        assert cache.resume()
+        assert cache.max_capacity < longest
+    large = _prompt(longest - 2 * BLOCK, 9)
+    assert len(large) > HOT_BLOCKS * BLOCK
+    rig.submit("large", large, 3)
+    rig.run()
+    rig.check_tokens()
+    assert len(rig.tokens["large"]) == 3

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 from coldpage import ReuseScope
 from coldpage.errors import OutOfPagesError
-from coldpage.sequence import DroppedBlocks, OnMissing
+from coldpage.sequence import DroppedBlocks, KVCache, OnMissing
 from coldpage.testing.pattern_engine import PatternSequence
-from coldpage.types import NO_SLOT, BlockOrdinal, CacheLevel, HalfOpenRange, LayerGroupId, Priority
+from coldpage.types import (
+    NO_SLOT,
+    BlockOrdinal,
+    CacheLevel,
+    HalfOpenRange,
+    LayerGroupId,
+    PoolGroupIndex,
+    Priority,
+)
 from tests.property.checks import NUM_STREAMS, SCOPES, CheckedManager
 
 __all__ = ["MAX_TOKENS", "NUM_STREAMS", "SCOPES", "Driver"]
@@ -127,7 +135,7 @@ class Driver(CheckedManager):
         try:
             is_done = cache.resize(capacity, history)
         except OutOfPagesError:
-            assert capacity > self.manager.num_hot_blocks * self.manager.tokens_per_block
+            assert self._can_never_fit(cache, capacity, before[1] if history is None else history)
             is_done = False
         if not is_done and not self._had_failures and self._must_fit(sequence, capacity):
             self.operations["resize again"] += 1
@@ -146,6 +154,20 @@ class Driver(CheckedManager):
         self._ready.discard(sequence)
         self.check()
         return is_done
+
+    def _can_never_fit(self, cache: KVCache, capacity: int, history: int) -> bool:
+        """Counted block by block: what it has, what it lacks at that history, and what is new."""
+        per_block, layout = self.setup.per_block, self.manager.layout
+        num_blocks = -(-capacity // per_block)
+        for index, pools in enumerate(self.manager.stats().levels[0].pool_groups):
+            needed = 0
+            for group in layout.layer_groups_of(PoolGroupIndex(index)):
+                stale = layout.layer_groups[group].stale_blocks(history, per_block)
+                holes = [hole for hole in cache.holes(group) if hole < history // per_block]
+                needed += len(set(range(num_blocks)) - set(stale) - set(holes))
+            if needed > pools.total_slots:
+                return True
+        return False
 
     def _must_fit(self, sequence: PatternSequence, capacity: int) -> bool:
         """Whether so much fits the hot level even if every page of the sequence must be copied."""

@@ -100,7 +100,9 @@ def test_a_prompt_of_nearly_all_of_the_hot_pool_works(make: Make) -> None:
     for start in range(0, len(tokens), 3):
         assert sequence.step(tokens[start : start + 3])
     sequence.check()
-    with pytest.raises(OutOfPagesError, match="can never fit the hot level, which holds 16"):
+    with pytest.raises(
+        OutOfPagesError, match="could never give this sequence 17 tokens in one step, 16 at most"
+    ):
         sequence.cache.resize(len(tokens) + 1)
 
 

@@ -324,7 +324,9 @@ class Scheduler:
         if live.missing:
             chunk = missing_chunk(live.missing, history, budget, block)
             return PlannedItem(live, ItemPurpose.RECOMPUTE, chunk.positions, chunk.ordinals)
-        positions = prefill_chunk(history, live.num_tokens, budget, block)
+        # Beside a sliding window a long prompt may fit the hot level only in steps.
+        most = max(live.cache.max_capacity, history + 1)
+        positions = prefill_chunk(history, min(live.num_tokens, most), budget, block)
         return PlannedItem(live, ItemPurpose.PREFILL, positions)
 
     def _plan_item(self, plan: dict[LiveRequest, PlannedItem], item: PlannedItem) -> bool:

@@ -249,15 +249,23 @@ class KVCacheManager:
         self._check_open()
         return tuple(self._builder.describe_hot())
 
-    def _hot_tokens(self, max_utilization: float) -> int:
-        hot = self._storage.levels[HOT_LEVEL]
-        return max_sequence_tokens(self.layout, hot, self.config.tokens_per_block, max_utilization)
+    def _hot_tokens(self, max_utilization: float, *, is_growing: bool = False) -> int:
+        return max_sequence_tokens(
+            self.layout,
+            self._storage.levels[HOT_LEVEL],
+            self.config.tokens_per_block,
+            max_utilization,
+            is_growing=is_growing,
+        )
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that can be resumed on an empty hot level."""
+        """The longest sequence that can be resumed on an empty hot level, and can grow there block
+        by block: see ``KVCache.max_capacity``.
+        """
         self._check_open()
-        return self._hot_tokens(self.config.max_util_for_resume)
+        kept = self._hot_tokens(self.config.max_util_for_resume)
+        return min(kept, self._hot_tokens(1.0, is_growing=True))
 
     @property
     def num_hot_blocks(self) -> int:

@@ -17,10 +17,16 @@ Weights = Sequence[Fraction | int | float]
 
 
 def max_sequence_tokens(
-    layout: HotLayout, level: LevelPools, tokens_per_block: int, max_utilization: float
+    layout: HotLayout,
+    level: LevelPools,
+    tokens_per_block: int,
+    max_utilization: float,
+    *,
+    is_growing: bool = False,
 ) -> int:
     """The longest sequence whose live blocks fit the level at ``max_utilization``. Of whole blocks,
-    so the newest are those of its class RECENT.
+    so the newest are those of its class RECENT. ``is_growing``: also while it gets its last block,
+    when a window still sees one block more.
     """
     has_sinks = PageClass.SINK in layout.page_classes
     limits = {group: group.max_locked_slots(max_utilization) for group in level.groups}
@@ -31,11 +37,11 @@ def max_sequence_tokens(
 
     def fits(num_blocks: int) -> bool:
         used = dict.fromkeys(limits, 0)
+        history_length = (num_blocks - is_growing) * tokens_per_block
         for layer_group, groups in zip(layout.layer_groups, groups_of, strict=True):
             first, body, recent = groups
-            num_tokens = num_blocks * tokens_per_block
-            live = layer_group.live_blocks(num_tokens, tokens_per_block)
-            stale = layer_group.stale_blocks(num_tokens, tokens_per_block)
+            stale = layer_group.stale_blocks(history_length, tokens_per_block)
+            live = num_blocks - len(stale)
             num_sinks = int(has_sinks and num_blocks > 0 and 0 not in stale)
             start = max(num_sinks, num_blocks - layout.num_recent_blocks)
             seen_no_more = HalfOpenRange(max(start, stale.start), min(num_blocks, stale.stop))

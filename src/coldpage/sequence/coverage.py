@@ -62,14 +62,27 @@ class Coverage:
         padded[:, : entries.shape[1]] = entries
         return self._table.make_holes(padded)
 
+    def leave_missing_tail(self, history_length: int) -> Int32Array:
+        """Let go of a lost last page that others share and of which this sequence can recompute
+        only a part, and return it: theirs may be longer.
+        """
+        per_block = self._context.tokens_per_block
+        entries = self._table.pages[:, history_length // per_block :][:, :1]
+        if history_length % per_block == 0:
+            entries = entries[:, :0]
+        return self._leave_missing_shared(entries)
+
     def leave_missing_after_holes(self) -> Int32Array:
         """Let go of lost pages after a hole that others share, and return them: what this sequence
         recomputes there is not what their tokens say.
         """
-        table, is_hole = self._context.storage.table, self._table.is_hole.any(axis=0)
+        is_hole = self._table.is_hole.any(axis=0)
         if not is_hole.any():
             return np.zeros(0, np.int32)
-        entries = self._table.pages[:, int(is_hole.argmax()) :]
+        return self._leave_missing_shared(self._table.pages[:, int(is_hole.argmax()) :])
+
+    def _leave_missing_shared(self, entries: Int32Array) -> Int32Array:
+        table = self._context.storage.table
         is_shared = (table.num_refs[entries] > 1) | (table.node[entries] != 0)
         is_left = table.is_missing[entries] & is_shared
         left: Int32Array = entries[is_left]

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from coldpage.device.base import Stream
-from coldpage.errors import ClosedError, OutOfPagesError, UsageError
+from coldpage.errors import OutOfPagesError, UsageError
 from coldpage.page import HOT_BIT
 from coldpage.prefix import block_key
+from coldpage.sequence.arguments import (
+    check_blocks,
+    check_layer_group,
+    check_priority,
+    check_stream,
+    whole_number,
+)
 from coldpage.sequence.context import (
-    DiskBlob,
     DroppedBlocks,
     KVCacheStatus,
     OnMissing,
     ReusedPrefix,
-    SequenceContext,
 )
-from coldpage.sequence.coverage import Coverage
-from coldpage.sequence.marks import PageMarks
+from coldpage.sequence.state import SequenceState
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
-    NO_SLOT,
-    BlockKey,
     BlockOrdinal,
     CacheLevel,
     HalfOpenRange,
     Int32Array,
     LayerGroupId,
-    LifeCycleId,
     Priority,
 )
 
@@ -42,116 +43,24 @@ __all__ = ["KVCache"]
 _MAX_STARVED_LOOKS: Final = 50
 
 
-class KVCache:
+class KVCache(SequenceState):
     """A sequence's cache. Made suspended by ``KVCacheManager.create_kv_cache``; belongs to the
     manager's thread.
 
     ``num_committed_tokens <= history_length <= capacity``. Only positions in [history_length,
     capacity) may be written, and only after the ``resize`` that granted them since the last
-    ``resume``, ``fork`` or ``truncate``.
+    ``resume``, ``fork`` or ``truncate``, and once ``is_ready`` has said so, or ``synchronize``.
+
+    As a context manager it closes itself.
     """
 
-    def __init__(
-        self,
-        context: SequenceContext,
-        prefix: ReusedPrefix,
-        priority: Priority,
-        on_missing: OnMissing,
-    ) -> None:
-        self._context = context
-        self._storage = context.storage
-        self._priority = priority
-        self._on_missing = on_missing
-        self._root = prefix.root
-        self._keys = list(prefix.keys)
-        self._tokens = prefix.tokens.copy()
-        self._num_committed = int(prefix.tokens.size)
-        self._table = prefix.table
-        self._coverage = Coverage(context, self._table)
-        self._marks = PageMarks(context, self._table)
-        self._storage.hold(self._table.live_pages(), priority)
-        self._history_length = self._num_committed
-        self._capacity = self._num_committed
-        self._status = KVCacheStatus.SUSPENDED
-        self._stream: Stream | None = None
-        self._is_ready = False
-        self._is_starved = False  # blocks to be recomputed found no place when last asked
-        # Readiness is asked again when somebody has recomputed pages: they may be shared.
-        self._num_fills_seen = 0
-        # Blocks from here on have been granted for writing since the last resume.
-        self._writable_from = self._table.num_blocks
-        self.cached_tokens_by_level = prefix.tokens_by_level
+    def __enter__(self) -> Self:
+        return self
 
-    # ------------------------------------------------------------------ reading
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
-    @property
-    def status(self) -> KVCacheStatus:
-        """Suspended, active or closed."""
-        return self._status
-
-    @property
-    def num_committed_tokens(self) -> int:
-        """Tokens whose pages are final."""
-        return self._num_committed
-
-    @property
-    def history_length(self) -> int:
-        """Positions that have been written."""
-        return self._history_length
-
-    @property
-    def capacity(self) -> int:
-        """Positions that have a place."""
-        return self._capacity
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the table."""
-        return self._table.num_blocks
-
-    @property
-    def tokens(self) -> Int32Array:
-        """The committed tokens, read-only [num_committed_tokens]."""
-        view = self._tokens[: self._num_committed]
-        view.flags.writeable = False
-        return view
-
-    @property
-    def block_keys(self) -> tuple[BlockKey, ...]:
-        """The content address of each full committed block, in order, up to the first that can not
-        be shared because blocks before it are holes.
-        """
-        return tuple(self._keys)
-
-    def page_indices(self, layer_group_id: LayerGroupId) -> Int32Array:
-        """The hot slot of each block, int32 [num_blocks]; NO_SLOT where the block has no
-        hot page.
-        """
-        self._check_open()
-        table = self._storage.table
-        pages = self._table.pages[layer_group_id]
-        slots: Int32Array = table.slot[HOT_LEVEL].take(pages)
-        if self._is_ready and self._status is KVCacheStatus.ACTIVE:
-            return slots  # asked in every step: all pages are hot, and NO_PAGE has NO_SLOT
-        return np.where((table.present[pages] & HOT_BIT) != 0, slots, np.int32(NO_SLOT))
-
-    def blobs_on_disk(self) -> list[DiskBlob]:
-        """Where the cold blobs of this cache lie on disk now; they may move at the next call."""
-        self._check_open()
-        table = self._storage.table
-        found: list[DiskBlob] = []
-        for level in self._storage.levels:
-            if not level.is_disk:
-                continue
-            is_here = (table.present[self._table.pages] & level.bit) != 0
-            for layer_group, block in np.argwhere(is_here).tolist():
-                page = self._table.pages[layer_group, block]
-                life_cycle = LifeCycleId(int(table.life_cycle[page]))
-                pool = level.group_of(life_cycle).disk
-                path, offset = pool.payload_location(int(table.slot[level.level, page]))
-                is_only = int(table.present[page]) == int(level.bit)
-                found.append(DiskBlob(life_cycle, BlockOrdinal(block), path, offset, is_only))
-        return found
+    # ------------------------------------------------------------------ losses
 
     def missing_blocks(self, layer_group_id: LayerGroupId | None = None) -> list[BlockOrdinal]:
         """Blocks of the history whose contents were lost, in any or in that layer group, ascending:
@@ -177,6 +86,8 @@ class KVCache:
     def _blocks_of(
         entries: npt.NDArray[np.bool_], layer_group_id: LayerGroupId | None
     ) -> list[BlockOrdinal]:
+        if layer_group_id is not None:
+            check_layer_group(layer_group_id, len(entries))
         rows = entries if layer_group_id is None else entries[[layer_group_id]]
         return [BlockOrdinal(i) for i in np.flatnonzero(rows.any(axis=0)).tolist()]
 
@@ -187,10 +98,21 @@ class KVCache:
 
         With a ``stream``, work on the pages is ordered by events on it; without, the calling thread
         itself works on them. Returns False, changing nothing, when the pages do not fit the hot
-        level now.
+        level now. Raises OutOfPagesError when even an empty hot level would not do.
         """
         self._check_status(KVCacheStatus.SUSPENDED, "resume")
+        check_stream(stream)
         self._leave_holes()
+        if self._lock_all(stream):
+            return True
+        if not self._room.can_resume(self._history_length):
+            raise OutOfPagesError(
+                f"the pages of this sequence of {self._history_length:,} tokens can never fit the "
+                "hot level: give it more room, or truncate the sequence"
+            )
+        return False
+
+    def _lock_all(self, stream: Stream | None) -> bool:
         pages = self._table.live_pages()
         last_use = self._storage.table.last_use[pages]
         if not self._storage.lock(pages, self._context.max_util_for_resume):
@@ -211,7 +133,7 @@ class KVCache:
 
     def _fill_lacking(self, history_length: int) -> bool:
         """Give blank pages, marked missing, to blocks that should have one and have none."""
-        self._leave_missing_tail(history_length)
+        self._release(self._coverage.leave_missing_tail(history_length))
         self._release(self._coverage.leave_missing_after_holes())
         lacking = self._coverage.lacking(history_length)
         if not lacking.any():
@@ -241,24 +163,10 @@ class KVCache:
             self._storage.events.totals["masked_pages"] += int(np.count_nonzero(lost))
             self._release(self._coverage.make_holes(lost))
 
-    def _leave_missing_tail(self, history_length: int) -> None:
-        """Let go of a lost last page that others share and of which this sequence can recompute
-        only a part: theirs may be longer.
-        """
-        per_block = self._context.tokens_per_block
-        entries = self._table.pages[:, history_length // per_block :][:, :1]
-        if history_length % per_block == 0 or not entries.size:
-            return
-        table = self._storage.table
-        is_shared = (table.num_refs[entries] > 1) | (table.node[entries] != 0)
-        is_left = table.is_missing[entries] & is_shared
-        left = entries[is_left]
-        entries[is_left] = NO_PAGE
-        self._release(left)
-
     def is_ready(self) -> bool:
-        """Whether every page is hot, verified and quiescent, so that attention may use it. Never
-        blocks.
+        """Whether every page is hot, verified and quiescent, so that attention may use it, and what
+        ``resize`` granted may be written. Never blocks. What ``missing_blocks`` lists is to be
+        computed first all the same.
         """
         self._check_status(KVCacheStatus.ACTIVE, "is_ready")
         num_fills = self._storage.num_fills
@@ -324,35 +232,42 @@ class KVCache:
     def resize(self, capacity: int, history_length: int | None = None) -> bool:
         """Have room for ``capacity`` positions and grant writing [history_length, capacity).
 
-        All or nothing: False, changing nothing visible, when the hot level has no room now or a
-        block to be granted is still on its way there. Shared
-        pages in the granted range are copied; ``history_length``, if given, first becomes the
-        number of written positions. Raises OutOfPagesError when even an empty hot level would not
-        do.
+        All or nothing: False, changing nothing, when the hot level has no room now or a block to be
+        granted is still on its way there. Shared pages in the granted range are copied, and the
+        copies may still be under way: poll ``is_ready``, or ``synchronize``, before you write.
+        ``history_length``, if given, first becomes the number of written positions. A window may
+        want blocks back when it is less than before: see ``missing_blocks``.
+
+        Raises OutOfPagesError when even an empty hot level would not do: see ``max_capacity``.
         """
         self._check_status(KVCacheStatus.ACTIVE, "resize")
-        history = self._history_length if history_length is None else history_length
+        capacity = whole_number(capacity, "a capacity")
+        history = self._history_length
+        if history_length is not None:
+            history = whole_number(history_length, "a history length")
         if (
             not self._num_committed <= history <= max(capacity, self._capacity)
             or capacity < history
         ):
             raise UsageError(
                 f"resize to capacity {capacity} and history {history} breaks "
-                f"committed {self._num_committed} <= history <= capacity"
+                f"committed {self._num_committed} <= history <= capacity: to forget committed "
+                "positions, truncate"
             )
-        max_capacity = self._context.max_capacity_tokens()
-        if capacity > max_capacity:
-            raise OutOfPagesError(
-                f"a sequence of {capacity:,} tokens can never fit the hot level, which holds "
-                f"{max_capacity:,}: give it more room"
-            )
+        if (
+            capacity > self._context.max_capacity_tokens()
+        ):  # less would not be looked into each time
+            self._check_room(capacity, history)
         old_capacity = self._capacity
         were_holes = self._coverage.fill_from(history)
         if not (
-            self._grant_writing(history) and self._grow(capacity) and self._fill_lacking(history)
+            self._grow(capacity) and self._grant_writing(history) and self._fill_lacking(history)
         ):
             self._cut_capacity(old_capacity)
-            self._coverage.reopen_holes(were_holes)
+            try:
+                self._check_room(capacity, history)
+            finally:
+                self._coverage.reopen_holes(were_holes)
             return False
         self._history_length = history
         self._cut_capacity(capacity)
@@ -361,6 +276,14 @@ class KVCache:
         self._storage.table.is_missing[unwritten] = False
         self._release_stale()
         return True
+
+    def _check_room(self, capacity: int, history: int) -> None:
+        most = self._room.max_capacity(history)
+        if capacity > most:
+            raise OutOfPagesError(
+                f"the hot level could never give this sequence {capacity:,} tokens in one step, "
+                f"{most:,} at most: grow in smaller steps, or give it more room"
+            )
 
     def _grant_writing(self, history: int) -> bool:
         first = history // self._context.tokens_per_block
@@ -415,19 +338,21 @@ class KVCache:
         """Forget every position from ``num_tokens`` on; ``capacity`` and ``history_length`` become
         it.
 
-        Blocks that a sliding window needs again and has given up are missing blocks afterwards.
+        Blocks that a sliding window needs again and has given up are missing blocks afterwards, and
+        so is a hole that is cut.
         """
         self._check_open()
+        num_tokens = whole_number(num_tokens, "a number of tokens")
         if not 0 <= num_tokens <= self._history_length:
             raise UsageError(
-                f"truncate to {num_tokens} of {self._history_length} written positions"
+                f"truncate to {num_tokens} tokens: this sequence has {self._history_length} written"
             )
         self._num_committed = min(self._num_committed, num_tokens)
         self._history_length = num_tokens
         del self._keys[self._num_committed // self._context.tokens_per_block :]
         self._cut_capacity(num_tokens)
         self._coverage.fill_from(num_tokens)
-        self._leave_missing_tail(num_tokens)
+        self._release(self._coverage.leave_missing_tail(num_tokens))
         # The last block may be cut inside a page that others share or that is committed.
         self._writable_from = self._table.num_blocks
         # A window may need blocks again that have no pages.
@@ -445,6 +370,8 @@ class KVCache:
         are; this sequence's later blocks are no longer shared.
         """
         self._check_open()
+        if layer_group_id is not None:
+            check_layer_group(layer_group_id, self._table.num_layer_groups)
         outcome = self._coverage.whole_and_cut(positions, self._history_length)
         if outcome.dropped:
             entries = np.zeros(self._table.pages.shape, np.bool_)
@@ -463,7 +390,8 @@ class KVCache:
         """The next tokens, for positions from ``num_committed_tokens`` on, are final and their K
         and V written.
 
-        Each block that becomes full can be reused by other sequences from now on.
+        Each block that becomes full can be reused by other sequences from now on, unless a block
+        before it is missing or a hole: what is committed then stays this sequence's own.
         """
         self._check_status(KVCacheStatus.ACTIVE, "commit")
         start, stop = self._num_committed, self._num_committed + len(tokens)
@@ -515,6 +443,7 @@ class KVCache:
         instead of keeping them for reuse: they are known to be of no use to others.
         """
         self._check_open()
+        first_block = whole_number(first_block, "a block's ordinal")
         if first_block < 0:
             raise UsageError(f"there is no block {first_block}: blocks count from 0")
         pages = self._table.pages[:, first_block:].ravel()
@@ -523,6 +452,7 @@ class KVCache:
     def raise_priority(self, priority: Priority) -> None:
         """Give up other sequences' pages before this one's, those still to come included."""
         self._check_open()
+        check_priority(priority)
         self._priority = max(self._priority, priority)
         pages, table = self._table.live_pages(), self._storage.table
         table.priority[pages] = np.maximum(table.priority[pages], priority)
@@ -530,6 +460,7 @@ class KVCache:
     def fill_missing(self, ordinals: Sequence[BlockOrdinal]) -> None:
         """The pages of these blocks have been recomputed and are good again."""
         self._check_status(KVCacheStatus.ACTIVE, "fill_missing")
+        check_blocks(ordinals, self._table.num_blocks)
         pages = self._table.pages[:, list(ordinals)].ravel()
         pages = pages[pages != NO_PAGE]
         self._storage.fill(pages, self._stream)
@@ -562,6 +493,7 @@ class KVCache:
         cost.
         """
         self._check_status(KVCacheStatus.SUSPENDED, "prefetch")
+        level = CacheLevel(whole_number(level, "a level"))
         levels = self._storage.levels
         if not 0 <= level < len(levels):
             raise UsageError(f"there is no level {level}: this manager has 0 to {len(levels) - 1}")
@@ -584,17 +516,3 @@ class KVCache:
             self._marks.classify(self._history_length)
         self._release(self._table.cut(0))
         self._status = KVCacheStatus.CLOSED
-
-    def _check_open(self) -> None:
-        self._context.check_thread()
-        if self._status is KVCacheStatus.CLOSED:
-            raise ClosedError("this KV cache is closed")
-        if not self._context.is_open():
-            raise ClosedError("the manager of this KV cache is closed")
-
-    def _check_status(self, wanted: KVCacheStatus, call: str) -> None:
-        self._check_open()
-        if self._status is not wanted:
-            raise UsageError(
-                f"{call} needs a KV cache that is {wanted.value}; this one is {self._status.value}"
-            )

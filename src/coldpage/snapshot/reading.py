@@ -13,11 +13,11 @@ import numpy.typing as npt
 import xxhash
 
 from coldpage.config import ReuseScope
-from coldpage.errors import SnapshotError
+from coldpage.errors import OutOfPagesError, SnapshotError
 from coldpage.manager import KVCacheManager
 from coldpage.page import DEFAULT_PRIORITY
 from coldpage.prefix import root_key
-from coldpage.sequence import KVCache
+from coldpage.sequence import KVCache, KVCacheStatus
 from coldpage.snapshot.format import (
     HEAD_BYTES,
     NO_SAVED_PAGE,
@@ -272,7 +272,9 @@ class _Restorer:
         matched = cache.num_committed_tokens
         if matched >= target:
             return target
-        if not cache.resume():
+        with contextlib.suppress(OutOfPagesError):  # what can never be is no room, too
+            cache.resume()
+        if cache.status is KVCacheStatus.SUSPENDED:
             return matched
         try:
             reached = self._make_room(cache, target)
@@ -291,7 +293,7 @@ class _Restorer:
         at, step = cache.history_length, _CHUNK_BLOCKS * self._per_block
         while at < target:
             stop = min(target, (at // self._per_block) * self._per_block + step)
-            if not cache.resize(stop, stop):
+            if stop > cache.max_capacity or not cache.resize(stop, stop):
                 if step == self._per_block:
                     break
                 step = max(self._per_block, step // 2 // self._per_block * self._per_block)

@@ -267,8 +267,11 @@ class PatternSequence:
     # ------------------------------------------------------------------ what an engine does
 
     def resume(self, stream: Stream | None = None) -> bool:
-        """Lock the pages; then wait for ``cache.is_ready()``."""
-        if not self.cache.resume(stream):
+        """Lock the pages; then wait for ``cache.is_ready()``. False when there is no room."""
+        try:
+            if not self.cache.resume(stream):
+                return False
+        except OutOfPagesError:
             return False
         self.stream = stream
         return True
