@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from coldpage import (
-    AttentionLayerConfig,
-    BufferConfig,
     DeviceTierConfig,
     DiskTierConfig,
     HalfOpenRange,
     HostTierConfig,
-    KVCache,
     KVCacheManager,
     KVCacheManagerConfig,
     OnMissing,
@@ -28,67 +23,22 @@ from coldpage import (
     SnapshotError,
     UsageError,
 )
-from coldpage.config import CacheTierConfig
 from coldpage.snapshot import Origin, read_header, state_read, state_write
 from coldpage.testing.example_codecs import CoarseCodec
 from coldpage.testing.pattern_engine import PatternEngine, PatternSequence
-from coldpage.types import LayerGroupId, LayerId
-
-PER_BLOCK = 4
-MIB = 1 << 20
-ORIGIN = Origin(tokenizer="words", dtype="float32")
-
-
-def layers(*windows: int | None, token_bytes: int = 64) -> tuple[AttentionLayerConfig, ...]:
-    buffers = tuple(BufferConfig(role, PER_BLOCK * token_bytes) for role in ("key", "value"))
-    return tuple(
-        AttentionLayerConfig(LayerId(i), buffers, window) for i, window in enumerate(windows)
-    )
-
-
-CONFIG = KVCacheManagerConfig(
-    PER_BLOCK, (DeviceTierConfig(MIB),), layers(None, None), 1.0, b"model" * 6 + b"xx"
+from coldpage.types import LayerGroupId
+from tests.unit.snapshot_rig import (
+    CONFIG,
+    MIB,
+    ORIGIN,
+    PER_BLOCK,
+    WINDOWED,
+    assert_same,
+    contents,
+    layers,
+    with_tiers,
+    written,
 )
-WINDOWED = replace(CONFIG, layers=layers(None, 9, 9, None))
-
-
-def with_tiers(config: KVCacheManagerConfig, *tiers: CacheTierConfig) -> KVCacheManagerConfig:
-    return replace(config, cache_tiers=tiers)
-
-
-def written(
-    engine: PatternEngine, tokens: range | list[int], *, committed: int | None = None
-) -> PatternSequence:
-    """A suspended sequence with these tokens, all of them written."""
-    sequence = engine.create(list(tokens))
-    assert sequence.resume()
-    rest = list(tokens)[sequence.cache.history_length :]
-    for start in range(0, len(rest), 16):
-        assert sequence.step(rest[start : start + 16], num_committed=committed)
-    sequence.cache.suspend()
-    return sequence
-
-
-def contents(manager: KVCacheManager, cache: KVCache) -> list[npt.NDArray[np.uint8]]:
-    """The bytes of every written position that has a page, by layer and role."""
-    assert cache.resume()
-    cache.synchronize()
-    assert not cache.missing_blocks()
-    found = []
-    for layer in manager.config.layers:
-        slots = cache.page_indices(manager.layer_group_of(layer.layer_id))
-        for buffer in layer.buffers:
-            array = manager.hot_array(layer.layer_id, buffer.role)[np.maximum(slots, 0)].copy()
-            array[slots < 0] = 0xEE
-            tokens = array.reshape(slots.size * PER_BLOCK, -1)
-            found.append(tokens[: cache.history_length])
-    cache.suspend()
-    return found
-
-
-def assert_same(first: list[npt.NDArray[np.uint8]], second: list[npt.NDArray[np.uint8]]) -> None:
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.fixture
@@ -234,6 +184,18 @@ def test_beside_what_runs_only_what_has_room_comes_back(saved: Path) -> None:
         manager.check_integrity()
 
 
+def test_of_a_sequence_with_windows_that_does_not_fit_nothing_comes_back(path: Path) -> None:
+    with KVCacheManager(WINDOWED) as manager:
+        cache = written(PatternEngine(manager), range(90)).cache
+        state_write(manager, [cache], path)
+    small = with_tiers(WINDOWED, DeviceTierConfig(MIB // 64))
+    with KVCacheManager(small) as manager:
+        assert 9 < manager.max_sequence_tokens < 90
+        (restored,) = state_read(manager, path)
+        assert restored.history_length == 0
+        manager.check_integrity()
+
+
 def test_a_sequence_that_does_not_fit_now_is_not_saved(path: Path) -> None:
     block_bytes = 2 * 2 * PER_BLOCK * 64
     tiers = DeviceTierConfig(9 * block_bytes), HostTierConfig(MIB)
@@ -353,6 +315,26 @@ OTHERS: dict[str, tuple[Callable[[], KVCacheManagerConfig], Origin]] = {
     r"another number type \(float32 there, bfloat16 here\)": (
         lambda: CONFIG,
         replace(ORIGIN, dtype="bfloat16"),
+    ),
+    r"another tokenizer \(words there, none named here\), "
+    r"another number type \(float32 there, none named here\); "
+    r"pass origin=Origin\(tokenizer='words', dtype='float32'\) if its pages are right": (
+        lambda: CONFIG,
+        Origin(),
+    ),
+    r"another number type \(float32 there, none named here\); "
+    r"pass origin=Origin\(tokenizer='words', dtype='float32'\) if its pages are right": (
+        lambda: CONFIG,
+        replace(ORIGIN, dtype=""),
+    ),
+    r"another tokenizer, another number type \(float32 there, none named here\)$": (
+        lambda: CONFIG,
+        Origin(tokenizer="letters"),
+    ),
+    r"another model, another tokenizer \(words there, none named here\), "
+    r"another number type \(float32 there, none named here\)$": (
+        lambda: replace(CONFIG, model_fingerprint=b"other"),
+        Origin(),
     ),
     "another geometry": (lambda: replace(CONFIG, layers=layers(None, 9)), ORIGIN),
     "another choice of lossy codecs": (

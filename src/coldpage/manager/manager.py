@@ -26,6 +26,7 @@ from coldpage.page import DEFAULT_PRIORITY
 from coldpage.pools import LevelPools
 from coldpage.prefix import RecentKeys, block_key, root_key
 from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
+from coldpage.sequence.inspection import belongs_to
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
@@ -218,6 +219,10 @@ class KVCacheManager:
     def tokens_per_block(self) -> int:
         """Positions in one block."""
         return self.config.tokens_per_block
+
+    def owns(self, kv_cache: KVCache) -> bool:
+        """Whether the cache is of this manager; what it holds says nothing to another."""
+        return belongs_to(kv_cache, self._context)
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
         """The layer group whose block table the layer reads. Raises KeyError for an

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from coldpage.sequence.context import SequenceContext
 from coldpage.sequence.kv_cache import KVCache
 from coldpage.types import NO_PAGE, BlockKey, Int32Array
 
-__all__ = ["block_pages", "blocks_by_level", "scope_key"]
+__all__ = ["belongs_to", "block_pages", "blocks_by_level", "scope_key"]
+
+
+def belongs_to(cache: KVCache, context: SequenceContext) -> bool:
+    """Whether the sequence is one of the manager with that context."""
+    return cache._context is context
 
 
 def scope_key(cache: KVCache) -> BlockKey:

@@ -24,6 +24,7 @@ from coldpage.snapshot.format import (
     Origin,
     SavedSequence,
     SnapshotHeader,
+    SnapshotIdentity,
     parse_header,
     parse_sizes,
 )
@@ -44,6 +45,7 @@ _WORDS: Final = {
     "codec": "another codec or version of it",
     "provenance": "another choice of lossy codecs",
 }
+_OF_ORIGIN: Final = ("tokenizer", "dtype")
 
 
 def read_header(path: str | Path) -> SnapshotHeader:
@@ -68,10 +70,12 @@ def state_read(
     Blocks that the manager has already are shared, not read. Where the hot level has no room for
     all of a sequence, or the file lacks pages of it, the longest prefix that can be had is
     restored: its ``history_length`` says so. Of a file without pages that is what the manager has;
-    ``read_header`` gives the tokens to compute.
+    ``read_header`` gives the tokens to compute. Of a sequence that has outgrown a sliding window
+    it is mostly all or 0 tokens: a shorter prefix needs older pages of the window, which are not
+    in the file.
 
-    Raises SnapshotError, having restored nothing, when the file is damaged, of another origin, or
-    of a scope that is not one of ``scopes``.
+    Raises SnapshotError, having restored nothing, when the file is damaged, of another ``origin``
+    than is passed, or of a scope that is not one of ``scopes``.
     """
     path = Path(path)
     caches: list[KVCache] = []
@@ -140,9 +144,19 @@ def _check_identity(
     names = expected.differences(found)
     if not names:
         return
-    kinds = ", ".join(_WORDS[name] for name in names)
-    dtypes = f" ({found.dtype} there, {expected.dtype} here)" if "dtype" in names else ""
-    raise SnapshotError(f"{path} can not be restored here: it is of {kinds}{dtypes}")
+    kinds = ", ".join(_difference(name, found, expected) for name in names)
+    sentence = f"{path} can not be restored here: it is of {kinds}"
+    if all(name in _OF_ORIGIN and not getattr(expected, name) for name in names):
+        given = Origin(found.tokenizer, found.dtype)
+        sentence += f"; pass origin={given} if its pages are right for this manager"
+    raise SnapshotError(sentence)
+
+
+def _difference(name: str, found: SnapshotIdentity, expected: SnapshotIdentity) -> str:
+    there, here = getattr(found, name), getattr(expected, name)
+    if name == "dtype" or (name in _OF_ORIGIN and not (there and here)):
+        return f"{_WORDS[name]} ({there or 'none named'} there, {here or 'none named'} here)"
+    return _WORDS[name]
 
 
 class _FilePages:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from coldpage.errors import SnapshotError, UsageError
+from coldpage.errors import ClosedError, SnapshotError, UsageError
 from coldpage.manager import KVCacheManager
 from coldpage.sequence import KVCache, KVCacheStatus
 from coldpage.sequence.inspection import block_pages, scope_key
@@ -25,13 +25,11 @@ from coldpage.snapshot.format import (
     header_bytes_of,
     pack_header,
 )
+from coldpage.snapshot.new_file import NO_SPACE_ERRORS, new_file
 from coldpage.snapshot.transfer import PageTransfer, identity_of
-from coldpage.store.sidecar import sync_directory
 from coldpage.types import NO_PAGE, Int32Array, LayerGroupId
 
 __all__ = ["state_write"]
-
-_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def state_write(
@@ -48,14 +46,13 @@ def state_write(
     when a sequence does not fit the hot level now.
 
     Pages that several of them share are stored once. Without ``include_pages`` only tokens are
-    kept, and whoever restores them computes the pages again. ``labels`` are kept with the
-    sequences, for the caller.
+    kept, and whoever restores them computes the pages again. Lost blocks are not in the file: of a
+    sequence whose first block is lost 0 tokens are restored, and ``read_header`` has them all.
+    ``labels`` are kept with the sequences, for the caller.
 
-    Raises SnapshotError when the file can not be written.
+    Raises SnapshotError when the file can not be written; its ``errno`` is the system's.
     """
-    for cache in caches:
-        if cache.status is not KVCacheStatus.SUSPENDED:
-            raise UsageError("only a suspended KV cache can be saved: suspend it first")
+    _check_call(manager, caches, labels)
     names = [*labels, *[""] * (len(caches) - len(labels))]
     identity = identity_of(manager, origin or Origin())
     plan = _Plan(manager, caches, include_pages)
@@ -80,7 +77,7 @@ def state_write(
     )
     path = Path(path)
     try:
-        with _new_file(path) as (file, finish):
+        with new_file(path) as (file, finish):
             file.seek(header_bytes_of(header))
             if include_pages and not plan.write_pages(file):
                 return None
@@ -90,44 +87,40 @@ def state_write(
     except OSError as error:
         if isinstance(error, SnapshotError):
             raise
-        raise SnapshotError(f"{path} can not be written ({error.strerror or error})") from error
+        raise _unwritten(path, error) from error
     return header_bytes_of(header) + plan.data_bytes
 
 
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[tuple[BinaryIO, _Finish]]:
-    """A private file that takes its name when it is finished, and is gone otherwise."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    temporary.unlink(missing_ok=True)  # an earlier process of this id was killed
-    fd = os.open(temporary, _NEW_FILE, 0o600)
-    with os.fdopen(fd, "w+b") as file:
-        finish = _Finish(file, temporary, path)
-        try:
-            yield file, finish
-        finally:
-            if not finish.is_done:
-                temporary.unlink(missing_ok=True)
+def _check_call(manager: KVCacheManager, caches: Sequence[KVCache], labels: Sequence[str]) -> None:
+    for cache in caches:
+        if not manager.owns(cache):
+            raise UsageError(
+                "a KV cache of another manager can not be saved: pass the manager that made it"
+            )
+        if cache.status is KVCacheStatus.CLOSED:
+            raise ClosedError("a closed KV cache can not be saved: save it before it is closed")
+        if cache.status is not KVCacheStatus.SUSPENDED:
+            raise UsageError("only a suspended KV cache can be saved: suspend it first")
+    if len(labels) > len(caches):
+        raise UsageError(
+            f"{len(labels)} labels were given for {len(caches)} KV caches: give each one at most"
+        )
 
 
-class _Finish:
-    """Makes a new file durable under its name."""
-
-    def __init__(self, file: BinaryIO, temporary: Path, path: Path) -> None:
-        self.is_done = False
-        self._file = file
-        self._temporary = temporary
-        self._path = path
-
-    def __call__(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._temporary, self._path)
-        self.is_done = True
-        sync_directory(self._path.parent)
+def _unwritten(path: Path, error: OSError) -> SnapshotError:
+    reason = f"{path} can not be written"
+    if isinstance(error, FileNotFoundError) and not os.path.exists(path.parent):
+        failed = SnapshotError(f"{reason}: create the directory {path.parent} first")
+    elif error.errno in NO_SPACE_ERRORS:
+        failed = SnapshotError(f"{reason} ({error.strerror}): free space there or save elsewhere")
+    else:
+        failed = SnapshotError(f"{reason} ({error.strerror or error})")
+    failed.errno = error.errno
+    return failed
 
 
 class _Plan:
-    """Which pages go into the file, and where. Pages that are lost are found out while writing."""
+    """Which pages go into the file, and where. Others may turn out to be lost while writing."""
 
     def __init__(
         self, manager: KVCacheManager, caches: Sequence[KVCache], include_pages: bool
@@ -141,6 +134,8 @@ class _Plan:
         for cache in caches:
             pages = block_pages(cache)
             pages = pages[:, : -(-cache.history_length // manager.tokens_per_block)]
+            for group in range(pages.shape[0]):
+                pages[group, cache.missing_blocks(LayerGroupId(group))] = NO_PAGE
             table = np.full(pages.shape, NO_SAVED_PAGE, np.int32)
             if include_pages:
                 self._place_pages(pages, table)
@@ -191,9 +186,9 @@ class _Plan:
         """Blocks whose contents could not be brought back are not in the file."""
         table = self.tables[index]
         for group in range(table.shape[0]):
-            lost = [b for b in cache.missing_blocks(LayerGroupId(group)) if b < table.shape[1]]
-            is_unsaved = ~written[np.maximum(table[group, lost], 0)]
-            table[group, np.array(lost, np.int64)[is_unsaved]] = NO_SAVED_PAGE
+            lost = np.array(cache.missing_blocks(LayerGroupId(group)), np.int64)
+            lost = lost[table[group, lost] != NO_SAVED_PAGE]
+            table[group, lost[~written[table[group, lost]]]] = NO_SAVED_PAGE
             holes = cache.holes(LayerGroupId(group))
             self.holes[index][group, holes] = True
             table[group, holes] = NO_SAVED_PAGE
