@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,50 @@ def test_a_save_does_not_wait_for_ever(
     (failed,) = control.advance()
     assert isinstance(failed, Failed)
     assert (failed.status, failed.code) == (503, "hot_level_full")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["fsync", "mkdir"])
+def test_without_space_a_save_says_what_to_do(
+    new_rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    rig = new_rig(60)
+    control = control_of(rig, tmp_path / "saved")
+    rig.submit("a", prompt(40), 4, session="one")
+    rig.run()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        failed = answer_of(control, save())
+    assert isinstance(failed, Failed)
+    assert (failed.status, failed.code) == (507, "save_failed")
+    assert failed.sentence == (
+        f"The session can not be saved in {tmp_path / 'saved'} ({os.strerror(number)}): free"
+        " space there, or start the server with another --save-dir."
+    )
+    assert list(tmp_path.rglob("*.new")) == []
+    assert isinstance(answer_of(control, save()), SessionDone)  # nothing of the session is lost
+
+
+def test_a_save_that_fails_otherwise_is_an_error_of_the_server(
+    new_rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = new_rig(60)
+    control = control_of(rig, tmp_path)
+    rig.submit("a", prompt(40), 4, session="one")
+    rig.run()
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    failed = answer_of(control, save())
+    assert isinstance(failed, Failed)
+    assert (failed.status, failed.code) == (500, "save_failed")
+    assert failed.sentence.endswith("can not be written (Input/output error)")
 
 
 def test_what_waits_is_refused_at_the_end(new_rig: Any, tmp_path: Path) -> None:

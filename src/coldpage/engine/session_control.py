@@ -20,6 +20,7 @@ from coldpage.engine.sessions import SessionKey
 from coldpage.errors import ColdpageError, SnapshotError
 from coldpage.sequence.inspection import blocks_by_level
 from coldpage.snapshot import Origin, read_header, state_read, state_write
+from coldpage.snapshot.new_file import NO_SPACE_ERRORS
 from coldpage.snapshot.transfer import identity_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,16 @@ def refuse_filename(name: str) -> str | None:
     if num_bytes > _MAX_NAME_BYTES:
         return f"The file name has {num_bytes} bytes; at most {_MAX_NAME_BYTES} are supported."
     return None
+
+
+def _unsaved(path: Path, error: OSError) -> _Refused:
+    if error.errno not in NO_SPACE_ERRORS:
+        return _Refused(500, "save_failed", " ".join(str(error).split()))
+    sentence = (
+        f"The session can not be saved in {path.parent} ({os.strerror(error.errno)}): free space"
+        " there, or start the server with another --save-dir."
+    )
+    return _Refused(507, "save_failed", sentence)
 
 
 class SessionControl:
@@ -204,7 +215,7 @@ class SessionControl:
                 self._manager, [kv_cache], path, origin=self._origin, labels=[key.name]
             )
         except (SnapshotError, OSError) as error:
-            raise _Refused(500, "save_failed", " ".join(str(error).split())) from error
+            raise _unsaved(path, error) from error
         if num_bytes is None:
             if time.monotonic() - since_s < _ROOM_DEADLINE_S:
                 return None
