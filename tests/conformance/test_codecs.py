@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from coldpage.codecs import ColdPageCodec, LifeCycleDesc, create_default_cold_page_codec
+from coldpage.codecs import (
+    CodecErrors,
+    ColdPageCodec,
+    LifeCycleDesc,
+    create_default_cold_page_codec,
+)
 from coldpage.device.base import Device
 from coldpage.testing.codec_kit import DEVICES, CodecConformance, RigMaker
 from coldpage.testing.example_codecs import (
@@ -21,7 +30,7 @@ from coldpage.testing.example_codecs import (
     SlowCodec,
 )
 from coldpage.testing.page_codec import HotPages, PageCodec, Strided
-from coldpage.types import DeviceArray, PageClass, PageIndexLocation
+from coldpage.types import DeviceArray, LayerGroupId, PageClass, PageIndexLocation
 from tests.conformance.far_device import FarDevice
 
 _Bytes = npt.NDArray[np.uint8]
@@ -375,7 +384,29 @@ class _TakesRecentForPacked(_Plain):
         return blobs ^ np.uint8(0x80) if is_recent else blobs
 
 
+class _KnowsOtherLayerGroups(_Plain):
+    """Has lost something of a layer group that there is not, once it has encoded."""
+
+    num_calls = 0
+
+    def encode(self, *args: Any) -> None:
+        super().encode(*args)
+        self.num_calls += 1
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        return (CodecErrors(LayerGroupId(9), 1, 0, 0.1, 0.1, 0.1),) * self.num_calls
+
+
+class _SaysNoErrors(_Plain):
+    """Counts what it has lost as a number."""
+
+    def measured_errors(self) -> Any:
+        return 0.5
+
+
 _BROKEN: dict[type[ColdPageCodec], str] = {
+    _KnowsOtherLayerGroups: "test_measured_errors_are_of_layer_groups",
+    _SaysNoErrors: "test_measured_errors_are_of_layer_groups",
     _ReadsIndicesLate: "test_a_call_does_not_wait_and_nothing_happens_early",
     _WritesOneByteTooMany: "test_pages_go_out_and_come_back",
     _Synchronises: "test_a_call_does_not_wait_and_nothing_happens_early",
@@ -445,3 +476,18 @@ def test_no_test_of_the_kit_is_idle() -> None:
     assert {name for name in dir(CodecConformance) if name.startswith("test_")} == set(
         _BROKEN.values()
     )
+
+
+def test_a_kit_without_a_codec_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "from coldpage.testing import codec_kit\n"
+        "class TestMine(codec_kit.CodecConformance):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    sentence = "TestMine has no make_codec: define it, so that it returns a new codec"
+    assert sentence in result.stdout.splitlines()
+    assert re.search(r"^1 error in ", result.stdout, re.MULTILINE), result.stdout

@@ -13,6 +13,7 @@ from coldpage.codecs import (
     LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
+    close_codec,
     configure_taken,
     create_default_cold_page_codec,
     take_codec,
@@ -243,6 +244,21 @@ _UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
         "codec odd has the parameters None: "
         "write what changes its bytes as a string, empty for nothing",
     ),
+    "parameters that no header has room for": (
+        {"parameters": "ä" * 510},
+        "codec odd has a codec_id, version and parameters of 1,026 bytes together, "
+        "of which a disk tier can keep 1,024: put a hash of the parameters there",
+    ),
+    "id that no header has room for": (
+        {"codec_id": "x" * 1022},
+        f"codec {'x' * 64} has a codec_id, version and parameters of 1,025 bytes together, "
+        "of which a disk tier can keep 1,024: put a hash of the parameters there",
+    ),
+    "parameters that can not be written": (
+        {"parameters": "\ud800"},
+        "codec 'odd' has a codec_id or parameters that are no Unicode text: "
+        "use characters that UTF-8 can write",
+    ),
 }
 
 
@@ -255,6 +271,12 @@ def test_a_format_without_a_name_is_refused(attributes: dict[str, Any], sentence
         ConfiguredCodec(codec, _GROUPS)
     assert str(raised.value) == sentence
     assert codec.calls == [], "it is not asked anything"
+
+
+def test_a_format_that_just_fits_a_header_is_taken() -> None:
+    codec = AnsweringCodec()
+    codec.parameters = "ä" * 509
+    assert len(ConfiguredCodec(codec, _GROUPS).identity.encode()) == 1024
 
 
 def test_a_codec_that_forgot_its_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +329,30 @@ def test_a_codec_is_taken_once() -> None:
     with pytest.raises(CodecConsumedError) as raised:
         take_codec(codec)
     assert str(raised.value) == (
-        "this codec belongs to another manager already: make a new one for each manager"
+        "codec odd belongs to another manager already: make a new one for each manager"
     )
     assert isinstance(raised.value, UsageError)
     assert codec.calls == []
+
+
+class _Unclosable(AnsweringCodec):
+    def close(self) -> None:
+        super().close()
+        raise OSError("a file is gone")
+
+
+def test_what_goes_wrong_with_closing_is_logged_and_hides_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    codec = _Unclosable()
+    close_codec(codec)
+    refusing = _Unclosable(**_sizes({2: 0}))
+    with pytest.raises(CodecError, match="cold page of 0 bytes"):
+        configure_taken(refusing, _GROUPS)
+    assert (codec.num_closed, refusing.num_closed) == (1, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "codec odd failed in close, and may hold on to what it has: OSError('a file is gone')"
+    ] * 2
 
 
 def test_a_codec_that_refuses_is_consumed_and_closed() -> None:

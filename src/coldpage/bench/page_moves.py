@@ -16,6 +16,7 @@ from coldpage.codecs import (
     LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
+    close_codec,
     configure_taken,
     create_default_cold_page_codec,
 )
@@ -222,7 +223,7 @@ class PageMoves:
         """Let go of the codec. Nothing is in flight afterwards."""
         self._arena.synchronize()
         self._calls.close()
-        self._codec.codec.close()
+        close_codec(self._codec.codec)
 
 
 def _floats(numbers: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

@@ -16,13 +16,14 @@ from coldpage.codecs.base import (
 from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.codecs.configured import (
     ConfiguredCodec,
+    close_codec,
     codec_identity,
     configure_taken,
     take_codec,
 )
 from coldpage.codecs.model_pages import LayerVectors, ModelPages
 from coldpage.codecs.packed import PackedCodec
-from coldpage.codecs.registry import codec_names, create_codec
+from coldpage.codecs.registry import codec_names, create_codec, uses_calibration
 from coldpage.kernels.cold.formats import KVShape, NumberType
 
 __all__ = [
@@ -41,10 +42,12 @@ __all__ = [
     "PageIndices",
     "PoolDesc",
     "PoolGroupDesc",
+    "close_codec",
     "codec_identity",
     "codec_names",
     "configure_taken",
     "create_codec",
     "create_default_cold_page_codec",
     "take_codec",
+    "uses_calibration",
 ]

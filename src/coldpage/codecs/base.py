@@ -112,7 +112,9 @@ class ColdPageCodec(abc.ABC):
     """
 
     # These name the cold format in keys and on disk: together they decide whether a stored blob can
-    # be read. ``parameters`` is whatever else changes the bytes, such as a group size.
+    # be read, and have 1,024 bytes at most. No other codec has the ``codec_id``; ``version`` grows
+    # when bytes change their meaning; ``parameters`` is whatever else changes the bytes, such as a
+    # group size.
     codec_id: str
     version: int = 1
     parameters: str = ""
@@ -124,9 +126,10 @@ class ColdPageCodec(abc.ABC):
 
     @abc.abstractmethod
     def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
-        """Learn every hot pool group, in index order.
+        """Learn every hot pool group, in index order. Pages hold nothing yet.
 
-        Called exactly once. Raises CodecError to refuse.
+        Called exactly once, also of codecs that are made only to be asked for their sizes: the
+        pools are scratch memory then. Raises CodecError to refuse.
         """
 
     @abc.abstractmethod
@@ -190,9 +193,11 @@ class ColdPageCodec(abc.ABC):
 
     def measured_errors(self) -> tuple[CodecErrors, ...]:
         """By layer group what a sample of encodes has lost, as far as it is known by now. Empty
-        for a codec that does not check.
+        for a codec that does not check. For statistics: what it raises is logged and ends nothing.
         """
         return ()
 
     def close(self) -> None:  # noqa: B027 -- most codecs hold nothing
-        """Let go of everything. Called once: when the manager closes, or could not be built."""
+        """Let go of everything. Called once: when the manager closes, or could not be built. What
+        it raises is logged and ends nothing.
+        """

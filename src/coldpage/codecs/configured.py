@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import TypeGuard
@@ -9,12 +10,22 @@ from typing import TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.codecs.base import ColdPageCodec, PoolGroupDesc
+from coldpage.codecs.base import CodecErrors, ColdPageCodec, PoolGroupDesc
 from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
+from coldpage.store.format import MAX_CODEC_BYTES
 from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
 
-__all__ = ["ConfiguredCodec", "codec_identity", "configure_taken", "take_codec"]
+__all__ = [
+    "ConfiguredCodec",
+    "check_format",
+    "close_codec",
+    "codec_identity",
+    "configure_taken",
+    "take_codec",
+]
+
+_logger = logging.getLogger(__name__)
 
 
 def _format_of(codec: ColdPageCodec) -> tuple[object, ...]:
@@ -47,10 +58,66 @@ def take_codec(codec: ColdPageCodec | None, max_page_kernel_bytes: int = 0) -> C
         )
     if codec.is_consumed:
         raise CodecConsumedError(
-            "this codec belongs to another manager already: make a new one for each manager"
+            f"codec {_id_of(codec)} belongs to another manager already: "
+            "make a new one for each manager"
         )
     codec.is_consumed = True
     return codec
+
+
+def close_codec(codec: ColdPageCodec) -> None:
+    """Close it. What that raises is logged and ends nothing: whoever closes a codec is done with
+    it, and has others to close or something else to say.
+    """
+    try:
+        codec.close()
+    except (Exception, SystemExit) as error:
+        _logger.warning(
+            "codec %s failed in close, and may hold on to what it has: %r", _id_of(codec), error
+        )
+
+
+def check_format(codec: ColdPageCodec) -> None:
+    """The names of the cold format, which go into keys and files. Raises CodecError."""
+    codec_id = getattr(codec, "codec_id", None)
+    if not isinstance(codec_id, str) or not codec_id or "/" in codec_id:
+        raise CodecError(
+            f"codec {type(codec).__name__} has the codec_id {codec_id!r}: "
+            "give it a name, in one or more characters other than '/'"
+        )
+    if not _is_integer(codec.version):
+        raise CodecError(
+            f"codec {codec_id} has the version {codec.version!r}: "
+            "count the versions of its format in whole numbers"
+        )
+    if not isinstance(codec.parameters, str):
+        raise CodecError(
+            f"codec {codec_id} has the parameters {codec.parameters!r}: "
+            "write what changes its bytes as a string, empty for nothing"
+        )
+    _check_length(codec)
+
+
+def _check_length(codec: ColdPageCodec) -> None:
+    """A header on disk has so much room."""
+    try:
+        num_bytes = len(codec_identity(codec).encode())
+    except UnicodeEncodeError:
+        raise CodecError(
+            f"codec {codec.codec_id!r} has a codec_id or parameters that are no Unicode text: "
+            "use characters that UTF-8 can write"
+        ) from None
+    if num_bytes > MAX_CODEC_BYTES:
+        raise CodecError(
+            f"codec {codec.codec_id[:64]} has a codec_id, version and parameters of {num_bytes:,} "
+            f"bytes together, of which a disk tier can keep {MAX_CODEC_BYTES:,}: "
+            "put a hash of the parameters there"
+        )
+
+
+def _id_of(codec: ColdPageCodec) -> str:
+    """For messages, also of a codec without a proper name."""
+    return str(getattr(codec, "codec_id", type(codec).__name__))
 
 
 class ConfiguredCodec:
@@ -73,7 +140,7 @@ class ConfiguredCodec:
     def __init__(self, codec: ColdPageCodec, pool_groups: Sequence[PoolGroupDesc]) -> None:
         hot_group_of = _hot_groups(pool_groups)
         self.codec = codec
-        self._check_format()
+        check_format(codec)
         is_format = _format_of(codec)
         self._ask(lambda: codec.configure(pool_groups), "configure")
         if _format_of(codec) != is_format:
@@ -97,32 +164,22 @@ class ConfiguredCodec:
         self.any_device_indices = PageIndexLocation.DEVICE in self.locations
         self.max_cold_page_bytes = max(self.cold_page_bytes)
 
-    def _check_format(self) -> None:
-        """The names of the cold format, which go into keys."""
-        codec = self.codec
-        codec_id = getattr(codec, "codec_id", None)
-        if not isinstance(codec_id, str) or not codec_id or "/" in codec_id:
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        """What the codec says that it has lost. Raises CodecError when it says no such thing."""
+        errors = self._ask(self.codec.measured_errors, "measured_errors")
+        if not isinstance(errors, tuple) or not all(isinstance(it, CodecErrors) for it in errors):
             raise CodecError(
-                f"codec {type(codec).__name__} has the codec_id {codec_id!r}: "
-                "give it a name, in one or more characters other than '/'"
+                f"codec {self.codec.codec_id} says {errors!r} of what it has lost: "
+                "return a tuple of CodecErrors from measured_errors"
             )
-        if not _is_integer(codec.version):
-            raise CodecError(
-                f"codec {codec_id} has the version {codec.version!r}: "
-                "count the versions of its format in whole numbers"
-            )
-        if not isinstance(codec.parameters, str):
-            raise CodecError(
-                f"codec {codec_id} has the parameters {codec.parameters!r}: "
-                "write what changes its bytes as a string, empty for nothing"
-            )
+        return errors
 
     def _ask(self, question: Callable[[], object], what: str) -> object:
         try:
             return question()
         except CodecError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CodecError(f"codec {self.codec.codec_id} failed in {what}: {error!r}") from error
 
     def _ask_size(self, life_cycle: LifeCycleId) -> int:
@@ -221,7 +278,7 @@ def configure_taken(codec: ColdPageCodec, pool_groups: Sequence[PoolGroupDesc]) 
     try:
         return ConfiguredCodec(taken, pool_groups)
     except BaseException:
-        taken.close()
+        close_codec(taken)
         raise
 
 

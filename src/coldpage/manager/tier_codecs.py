@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Final
 
-from coldpage.codecs import ColdPageCodec, ConfiguredCodec, PoolGroupDesc, take_codec
+from coldpage.codecs import (
+    CodecErrors,
+    ColdPageCodec,
+    ConfiguredCodec,
+    PoolGroupDesc,
+    close_codec,
+    take_codec,
+)
 from coldpage.config import CacheTierConfig
 from coldpage.device.base import Stream
 from coldpage.errors import CodecError
@@ -14,6 +21,8 @@ from coldpage.manager.stats import CodecStats
 from coldpage.prefix import EXACT_PROVENANCE
 
 __all__ = ["TierCodecs"]
+
+_logger = logging.getLogger(__name__)
 
 # Of no codec: an identity begins with an id, which is not empty and has no slash.
 _SINKS_APART: Final = b"/sinks apart"
@@ -40,6 +49,7 @@ class TierCodecs:
         self._own: list[object | None] = [tier.codec for tier in tiers]
         self._taken: list[ColdPageCodec] = []
         self._configured: dict[int, ConfiguredCodec] = {}  # by the id of the codec
+        self._has_no_errors: set[str] = set()  # identities of those that failed to say them
         self._shared: ColdPageCodec | None = None
         error: BaseException | None = None
         if codec is not None or any(own is None for own in self._own[1:]) or len(tiers) == 1:
@@ -49,10 +59,8 @@ class TierCodecs:
             if own is not None and not any(own is taken for taken in self._taken):
                 error = self._take(own) or error
         if error is not None:
-            try:
-                self.close()
-            finally:
-                raise error
+            self.close()
+            raise error
 
     def _take(self, codec: object | None) -> Exception | None:
         """Also after an error the others are consumed: what was given is given."""
@@ -90,7 +98,7 @@ class TierCodecs:
                 configured.codec.prepare(stream)
             except CodecError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise CodecError(f"codec {configured.name} failed in prepare: {error!r}") from error
 
     @property
@@ -110,16 +118,27 @@ class TierCodecs:
         return codec
 
     def stats(self) -> tuple[CodecStats, ...]:
-        """What the codecs in use say of what they lose."""
+        """What the codecs in use say of what they lose. One that fails to is left out, and logged
+        once: nobody's pages depend on it.
+        """
         ids = [configured.codec.codec_id for configured in self.all]
         found = [
             CodecStats(
                 codec_id if ids.count(codec_id) == 1 else configured.name,
-                configured.codec.measured_errors(),
+                self._errors_of(configured),
             )
             for codec_id, configured in zip(ids, self.all, strict=True)
         ]
         return tuple(stats for stats in found if stats.errors)
+
+    def _errors_of(self, configured: ConfiguredCodec) -> tuple[CodecErrors, ...]:
+        try:
+            return configured.measured_errors()
+        except CodecError as error:
+            if configured.identity not in self._has_no_errors:
+                self._has_no_errors.add(configured.identity)
+                _logger.warning("%s (logged once: it is left out of statistics)", error)
+            return ()
 
     def provenance(self, *, has_sinks_apart: bool, has_recent_apart: bool) -> bytes:
         """What a block may have been through: ``exact``, or the formats that lose something, and
@@ -138,7 +157,6 @@ class TierCodecs:
         return b"".join(len(name).to_bytes(8, "little") + name for name in names)
 
     def close(self) -> None:
-        """Close each codec, in reverse order; one that raises leaves none of the others open."""
-        with contextlib.ExitStack() as stack:
-            for codec in self._taken:
-                stack.callback(codec.close)
+        """Close each codec, in reverse order; one that fails to leaves none of the others open."""
+        for codec in reversed(self._taken):
+            close_codec(codec)

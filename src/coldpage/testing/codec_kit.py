@@ -100,7 +100,7 @@ class CodecConformance:
 
     def make_codec(self) -> ColdPageCodec:
         """A new codec."""
-        raise NotImplementedError
+        raise NotImplementedError("a kit says in make_codec which codec it is for")
 
     def make_contents(self, rng: np.random.Generator, num_bytes: int) -> _Bytes:
         """What hot pools hold, [num_bytes]: anything, unless the codec needs sense in it."""
@@ -124,6 +124,12 @@ class CodecConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test on all devices."""
+        kit = type(self)
+        if kit.make_codec is CodecConformance.make_codec:
+            pytest.fail(
+                f"{kit.__name__} has no make_codec: define it, so that it returns a new codec",
+                pytrace=False,
+            )
         if "make_rig" in metafunc.fixturenames:
             metafunc.parametrize("make_rig", self.devices, indirect=True)
 
@@ -147,6 +153,16 @@ class CodecConformance:
                 assert representative == configured.representative[number]
                 location = codec.query_page_index_location(number)
                 assert location is configured.locations[number]
+
+    def test_measured_errors_are_of_layer_groups(self, make_rig: RigMaker) -> None:
+        rig = make_rig()
+        lc = rig.life_cycles[-1]
+        layer_groups = {it.layer_group_id for it in rig.life_cycles}
+        for _ in range(2):
+            for it in rig.configured.measured_errors():
+                assert it.layer_group_id in layer_groups
+                assert 0 <= it.num_not_finite <= it.num_samples
+            self._round_trip(rig, lc, [3], [5], [22])
 
     # Bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coldpage.bench.quality.hot_store import HotStore
-from coldpage.codecs import ColdPageCodec, configure_taken
+from coldpage.codecs import ColdPageCodec, close_codec, configure_taken
 from coldpage.device.base import Memory, MemoryKind
 from coldpage.migration.codec_calls import CodecCalls
 from coldpage.types import BlockOrdinal, HalfOpenRange, Int32Array, LifeCycleId, PageClass
@@ -118,7 +118,7 @@ class Passage:
         """Close the codec and free the cold pages."""
         self._stream.synchronize()
         self._calls.close()
-        self.configured.codec.close()
+        close_codec(self.configured.codec)
         for memory in self._cold.values():
             memory.free()
 

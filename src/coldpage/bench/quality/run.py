@@ -18,7 +18,7 @@ from coldpage.bench.quality.settings import CodecSetting
 from coldpage.bench.quality.study import STUDIED_CODECS, stored_key_means, study_settings
 from coldpage.bench.quality.summary import Summary
 from coldpage.bench.quality.texts import load_texts
-from coldpage.codecs import ModelPages, codec_names, create_codec
+from coldpage.codecs import ModelPages, close_codec, codec_names, create_codec
 from coldpage.engine.model.calibration import stored_or_made
 from coldpage.engine.model.cold_codecs import model_pages
 from coldpage.engine.model.model import LoadedModel, load_model
@@ -105,7 +105,7 @@ def _settings(
     taken, refusals = [], []
     for setting in settings:
         try:
-            setting.make(pages).close()
+            close_codec(setting.make(pages))
         except ConfigurationError as error:
             if options.codecs:
                 raise

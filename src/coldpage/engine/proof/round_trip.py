@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coldpage.codecs import ColdPageCodec, configure_taken
+from coldpage.codecs import ColdPageCodec, close_codec, configure_taken
 from coldpage.device.base import MemoryKind
 from coldpage.migration import CodecCalls
 from coldpage.types import BlockOrdinal, Int32Array, LayerGroupId, LifeCycleId
@@ -62,4 +62,4 @@ class RoundTrip:
         """Close the codec. The manager is still open."""
         self._stream.synchronize()
         self._calls.close()
-        self._configured.codec.close()
+        close_codec(self._configured.codec)
