@@ -158,7 +158,7 @@ def test_the_help_has_the_codecs_that_there_are(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("coldpage.cli.codec_flags.codec_names", lambda: ("concat", "theirs"))
     result = CliRunner().invoke(coldpage, ["serve", "--help"])
     text = " ".join(result.output.split())
-    assert "Codecs: concat, theirs. All but concat" in text
+    assert "Codecs: concat, theirs. The built-in ones but concat hold more" in text
     assert "such as turbo4 or int8,1=concat" in text
     assert "such as --host-codec concat --disk-codec turbo4" in text
 

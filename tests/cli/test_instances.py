@@ -91,6 +91,12 @@ def test_inspect_counts_what_is_there(place: Path) -> None:
     assert closed["disk_bytes"] > 0
 
 
+def test_inspect_ends_a_codec_without_parameters_where_it_ends(place: Path) -> None:
+    assert reports(place)["closed"]["codec"] == "concat/1/"
+    (line,) = {line for line in run("inspect", place).splitlines() if "concat" in line}
+    assert line.split("|")[0].split("│")[0].strip() == "concat/1"
+
+
 def test_index_and_headers_say_the_same(place: Path) -> None:
     directory = place / "paged" / "instance-closed"
     by_index = reports(place)["closed"]

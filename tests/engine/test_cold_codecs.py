@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from coldpage.codecs import ColdPageCodec, KVShape, NumberType, codec_identity, registry
+from coldpage.codecs import (
+    ColdPageCodec,
+    KVShape,
+    NumberType,
+    PoolGroupDesc,
+    codec_identity,
+    registry,
+)
 from coldpage.config import DeviceTierConfig, DiskTierConfig, HostTierConfig
 from coldpage.engine.assembly import block_bytes, build_manager, with_hot_types
 from coldpage.engine.model import calibration, cold_codecs
@@ -23,6 +30,7 @@ from coldpage.engine.model.model import LoadedModel, describe_model
 from coldpage.engine.model.random_model import SMALL, ModelGeometry, random_model
 from coldpage.errors import ConfigurationError
 from coldpage.testing.example_codecs import CoarseCodec
+from coldpage.testing.page_codec import memory
 from coldpage.types import LayerId, PageClass
 from tests.engine.arena import make_tiny
 from tests.engine.tiny_tokenizers import byte_level
@@ -222,7 +230,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], ColdPageCodec])
 
     class Point:
         name = "theirs"
-        value = "their.package:codec"
+        value = "their_package:codec"
         dist = None
 
         def load(self) -> Any:
@@ -232,6 +240,12 @@ def offer(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], ColdPageCodec])
         return [Point()] if name in (None, "theirs") else []
 
     monkeypatch.setattr(registry, "entry_points", points)
+
+
+class Theirs(CoarseCodec):
+    """Of the package that ``offer`` offers."""
+
+    codec_id = "their-package:coarse"
 
 
 def test_what_it_says_at_start(model: LoadedModel) -> None:
@@ -254,7 +268,7 @@ def test_it_does_not_say_that_recent_blocks_are_whole_where_they_are_not(
 ) -> None:
     """A codec of another package may know nothing of them."""
     for is_whole in (False, True):
-        make = functools.partial(CoarseCodec, keeps_recent=is_whole)
+        make = functools.partial(Theirs, keeps_recent=is_whole)
         offer(monkeypatch, lambda pages, make=make: make())  # type: ignore[misc]
         codecs = made(model, "theirs", "int8")
         what = "the newest 4 full blocks and the last one"
@@ -294,19 +308,65 @@ def test_heads_that_a_codec_can_not_pack_are_refused_too(monkeypatch: pytest.Mon
         made(random_model(SMALL, CPU, torch.float32), "turbo3")
 
 
-def test_codecs_of_other_packages_get_all_that_is_known(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_codecs_of_other_packages_get_a_calibration_if_they_say_so(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
 ) -> None:
     seen: list[Any] = []
 
-    def make(pages: Any) -> CoarseCodec:
+    def make(pages: Any) -> ColdPageCodec:
         seen.append(pages)
-        return CoarseCodec()
+        return Theirs()
 
+    make.uses_calibration = is_wanted  # type: ignore[attr-defined]
     offer(monkeypatch, make)
-    codecs = made(model, "theirs", "concat")
-    assert isinstance(codecs.host, CoarseCodec)
+    lines: list[str] = []
+    codecs = make_cold_codecs(model, BLOCK, "theirs", "concat", lines.append)
+    assert isinstance(codecs.host, Theirs)
     assert codecs.is_lossy
+    assert not codecs.are_compiled
     (pages,) = seen
     assert pages[0].key == KVShape(2, BLOCK, 64, NumberType.BF16)
-    assert isinstance(pages[0].key_means, np.ndarray)
+    assert isinstance(pages[0].key_means, np.ndarray) == is_wanted
+    assert is_wanted == bool(lines) == ("keys less their means" in codecs.describe())
+
+
+def test_what_is_built_in_is_compiled(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, lambda pages: Theirs())
+    assert made(model, "theirs", "int8").are_compiled
+    assert not made(model).are_compiled
+
+
+class Curious(Theirs):
+    """Looks at all that it is shown, and writes there."""
+
+    def configure(self, pool_groups: Sequence[PoolGroupDesc]) -> None:
+        super().configure(pool_groups)
+        for group in pool_groups:
+            for pool in group.pools:
+                assert pool.base_address % 4096 == 0
+                slots = memory(pool.base_address, group.num_slots * pool.slot_bytes)
+                slots ^= 1
+
+    def close(self) -> None:
+        raise OSError("no")
+
+
+def test_a_codec_that_is_asked_for_sizes_has_pools_to_look_at(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(monkeypatch, lambda pages: Curious())
+    codecs = made(model, "theirs", "concat")
+    assert codecs.fractions() == (0.5, 1.0)
+    assert codecs.keep_recent() == (False, True)
+    assert caplog.text.count("codec their-package:coarse failed in close") == 2
+
+
+def test_a_broken_offer_is_refused_before_anything_is_calibrated(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_codecs, "stored_or_made", pytest.fail)
+    offer(monkeypatch, lambda pages: Theirs())
+    for spec in ("theirs,1=turbo4", "theirs:1"):
+        with pytest.raises(ConfigurationError, match="take"):
+            made(model, spec, "turbo4")

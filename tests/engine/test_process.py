@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from coldpage.codecs import CodecErrors, ColdPageCodec, registry
 from coldpage.engine.messages import (
     Cancel,
     ChatMessage,
     Delta,
+    EngineReady,
     EngineSettings,
     Failed,
     Finished,
+    Loading,
     Reply,
     SamplingParams,
     Shutdown,
@@ -29,6 +36,7 @@ from coldpage.engine.messages import (
 )
 from coldpage.engine.process import _build, main
 from coldpage.manager import KVCacheManager
+from coldpage.testing.example_codecs import CoarseCodec
 from tests.engine.engine_peer import Peer, RunningEngine, generate, listening
 from tests.engine.tiny_tokenizers import byte_level
 
@@ -443,3 +451,84 @@ def test_a_start_that_fails_gets_one_sentence_and_status_2(
     (failure,) = [reply for reply in replies if isinstance(reply, StartFailed)]
     assert words.format(file=file) in failure.sentence
     assert "\n" not in failure.sentence
+
+
+class Theirs(CoarseCodec):
+    """A codec of another package, of which everything fails that no page depends on."""
+
+    codec_id = "their-package:coarse"
+
+    def measured_errors(self) -> tuple[CodecErrors, ...]:
+        raise RuntimeError("no")
+
+    def close(self) -> None:
+        raise RuntimeError("no")
+
+
+def replies_of_a_start(settings: EngineSettings, directory: Path) -> tuple[int, list[Reply]]:
+    """With a codec "theirs": the exit status, and what was said; it is stopped when it is ready."""
+    replies: list[Reply] = []
+
+    def script(peer: Peer) -> None:
+        is_stopped = False
+        while peer.receive():
+            if not is_stopped and any(isinstance(it, EngineReady) for it in peer.replies):
+                is_stopped = True
+                peer.send(Shutdown())
+        replies.extend(peer.replies)
+
+    return run_here(settings, directory, script), replies
+
+
+Offer = Callable[[Callable[[], ColdPageCodec]], None]
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
+    """Another package offers a codec "theirs"."""
+
+    def install(make: Callable[[], ColdPageCodec]) -> None:
+        module = ModuleType("their_package")
+        module.make = lambda pages: make()  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "their_package", module)
+        point = EntryPoint("theirs", "their_package:make", registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+
+    return install
+
+
+def test_what_another_packages_codec_fails_at_beside_pages_ends_nothing(
+    tiny: TinyModel, tmp_path: Path, offer: Offer, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(Theirs)
+    settings = settings_for(tiny, tmp_path, host_codec="theirs")
+    status, replies = replies_of_a_start(settings, tmp_path)
+    assert status == 0
+    (ready,) = [reply for reply in replies if isinstance(reply, EngineReady)]
+    assert ready.codecs == "host theirs (0.500 of a hot page), disk theirs (0.500 of a hot page)"
+    said = [reply.sentence for reply in replies if isinstance(reply, Loading)]
+    assert "making room for the cache" in said, "and compiling nothing"
+    assert caplog.text.count("failed in measured_errors") == 1
+
+
+def test_a_codec_that_leaves_the_process_is_named(
+    tiny: TinyModel, tmp_path: Path, offer: Offer
+) -> None:
+    offer(lambda: sys.exit(3))
+    settings = settings_for(tiny, tmp_path, host_codec="theirs")
+    status, replies = replies_of_a_start(settings, tmp_path)
+    assert status == 2
+    (failure,) = [reply for reply in replies if isinstance(reply, StartFailed)]
+    assert failure.sentence == (
+        "codec 'theirs' of their_package:make can not be made: SystemExit(3)"
+    )
+
+
+def test_a_start_that_is_stopped_in_a_codec_is_no_failure(
+    tiny: TinyModel, tmp_path: Path, offer: Offer
+) -> None:
+    offer(lambda: os.kill(os.getpid(), signal.SIGTERM))  # type: ignore[arg-type, return-value]
+    settings = settings_for(tiny, tmp_path, host_codec="theirs")
+    status, replies = replies_of_a_start(settings, tmp_path)
+    assert status == 0
+    assert not any(isinstance(reply, StartFailed | EngineReady) for reply in replies)

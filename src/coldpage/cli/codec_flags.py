@@ -32,8 +32,9 @@ class _HostCodec(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         self.help = (
             "How pages are kept in host memory: a codec, or one with others for some layer groups, "
-            f"such as turbo4 or int8,1=concat. Codecs: {', '.join(codec_names())}. All but concat "
-            "hold more tokens in the same memory and change answers after a restore a little."
+            f"such as turbo4 or int8,1=concat. Codecs: {', '.join(codec_names())}. The built-in "
+            "ones but concat hold more tokens in the same memory and change answers after a "
+            "restore a little."
         )
         return super().get_help_record(ctx)
 

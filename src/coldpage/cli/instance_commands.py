@@ -40,7 +40,8 @@ def _table(reports: list[InstanceReport]) -> Table:
     table.add_column("oldest page", no_wrap=True)
     for report in reports:
         damaged = "-" if report.num_damaged is None else f"{report.num_damaged:,}"
-        what = [report.instance_id, report.codec, f"model {report.model or 'unknown'}"]
+        codec = report.codec.removesuffix("/")  # of one without parameters
+        what = [report.instance_id, codec, f"model {report.model or 'unknown'}"]
         if report.locked_by:
             what.append(f"open in {report.locked_by}")
         table.add_row(

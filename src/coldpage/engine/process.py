@@ -82,6 +82,10 @@ def cache_tiers(settings: EngineSettings, codecs: ColdCodecs) -> tuple[CacheTier
     return tuple(tiers)
 
 
+class _Terminated(BaseException):
+    """The start is given up. Not a SystemExit, which may be a codec's own doing."""
+
+
 class _Termination:
     """What SIGTERM does: unwinds the start, or stops the loop between two steps."""
 
@@ -90,7 +94,7 @@ class _Termination:
 
     def __call__(self, signal_number: int, frame: FrameType | None) -> None:
         if self.loop is None:
-            raise SystemExit(0)
+            raise _Terminated
         self.loop.request_stop()
 
 
@@ -104,13 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     termination = _Termination()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, termination)
-    with EngineChannel.connect(options.socket) as channel:
-        try:
-            settings = msgspec.json.decode(options.settings, type=EngineSettings)
-            return _start_and_serve(settings, channel, termination)
-        except _NotStarted as failure:
-            channel.send(StartFailed(str(failure)))
-            return _EXIT_NOT_STARTED
+    try:
+        with EngineChannel.connect(options.socket) as channel:
+            try:
+                settings = msgspec.json.decode(options.settings, type=EngineSettings)
+                return _start_and_serve(settings, channel, termination)
+            except _NotStarted as failure:
+                channel.send(StartFailed(str(failure)))
+                return _EXIT_NOT_STARTED
+    except _Terminated:
+        return 0
 
 
 class _NotStarted(Exception):
@@ -122,7 +129,7 @@ def _start_and_serve(
 ) -> int:
     def progress(sentence: str) -> None:
         if channel.peer_gone:  # nobody waits for this engine any more
-            raise SystemExit(0)
+            raise _Terminated
         channel.send(Loading(sentence))
 
     with contextlib.ExitStack() as stack:
@@ -164,7 +171,7 @@ def _build(
         model, settings.tokens_per_block, settings.host_codec, settings.disk_codec, progress
     )
     # On a GPU they are compiled at their first page, and where nothing is packed there are none.
-    compiles = device.type == "cpu" and codecs.distinct
+    compiles = device.type == "cpu" and codecs.are_compiled
     progress(
         "making room for the cache"
         + (" and compiling codecs, which takes up to a minute the first time" if compiles else "")

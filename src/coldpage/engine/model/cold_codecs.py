@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from coldpage.codecs import (
     BufferDesc,
@@ -14,11 +18,13 @@ from coldpage.codecs import (
     LifeCycleDesc,
     ModelPages,
     NumberType,
+    PackedCodec,
     PoolDesc,
     PoolGroupDesc,
-    codec_names,
+    close_codec,
     configure_taken,
     create_codec,
+    uses_calibration,
 )
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
 from coldpage.config import AttentionLayerConfig
@@ -34,7 +40,6 @@ __all__ = ["ColdCodecs", "make_cold_codecs", "model_pages"]
 
 _T = TypeVar("_T")
 
-_PAGE_ALIGNMENT_BYTES: Final = 4096
 _NUMBER_TYPES: Final = {number_type.value: number_type for number_type in NumberType}
 
 
@@ -100,6 +105,11 @@ class ColdCodecs:
     def is_lossy(self) -> bool:
         """Whether restored pages may differ from what was computed."""
         return any(not codec.is_lossless for codec in self.distinct)
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether some pack by loops that a CPU compiles: those of this package do."""
+        return any(isinstance(codec, PackedCodec) for codec in self.distinct)
 
     @property
     def distinct(self) -> tuple[ColdPageCodec, ...]:
@@ -170,20 +180,28 @@ def _fraction(codec: ColdPageCodec, layout: HotLayout) -> float:
 
 def _cold_page_bytes(codec: ColdPageCodec, layout: HotLayout) -> tuple[int, ...]:
     """By life cycle. ``codec`` is used up. Raises CodecError where it can not pack the pages."""
-    configured = configure_taken(codec, _somewhere(layout))
-    configured.codec.close()
+    pools = [
+        [np.frombuffer(mmap.mmap(-1, size), np.uint8) for size in sizes]
+        for sizes in layout.slot_bytes
+    ]
+    configured = configure_taken(codec, _describe_pools(layout, pools))
+    close_codec(configured.codec)
     return configured.cold_page_bytes
 
 
-def _somewhere(layout: HotLayout) -> list[PoolGroupDesc]:
-    """Pools of one slot each, at addresses that nobody uses."""
+def _describe_pools(
+    layout: HotLayout, pools: list[list[npt.NDArray[np.uint8]]]
+) -> list[PoolGroupDesc]:
+    """Pools of one slot each, by pool group: memory that the codec may look at, as at a manager's,
+    for as long as it has it.
+    """
     return [
         PoolGroupDesc(
             PoolGroupIndex(index),
             1,
             tuple(
-                PoolDesc(PoolIndex(pool), MemAddress(_PAGE_ALIGNMENT_BYTES), size)
-                for pool, size in enumerate(sizes)
+                PoolDesc(PoolIndex(pool), MemAddress(memory.ctypes.data), memory.size)
+                for pool, memory in enumerate(memories)
             ),
             tuple(
                 LifeCycleDesc(
@@ -199,7 +217,7 @@ def _somewhere(layout: HotLayout) -> list[PoolGroupDesc]:
                 if lc.hot_pool_group == index
             ),
         )
-        for index, sizes in enumerate(layout.slot_bytes)
+        for index, memories in enumerate(pools)
     ]
 
 
@@ -224,8 +242,8 @@ def make_cold_codecs(
     layout = hot_layout(layers, separate_sinks=True)
     for spec in packing:
         _check(spec, plain_pages, layout, model)
-    is_calibrated = any(_uses_calibration(name) for spec in packing for name in _names(spec))
-    calibration = stored_or_made(model, progress) if is_calibrated else None
+    is_calibrated = [uses_calibration(spec) for spec in packing]
+    calibration = stored_or_made(model, progress) if any(is_calibrated) else None
     pages = model_pages(model, tokens_per_block, calibration)
     return ColdCodecs.make(specs, calibration, pages, layers)
 
@@ -241,8 +259,8 @@ def _is_packing(spec: str) -> bool:
 
 def _check(spec: str, pages: ModelPages, layout: HotLayout, model: LoadedModel) -> None:
     """Refuses what can not work before anybody waits for a calibration."""
-    if spec in codec_names() and spec not in PACKED_FORMATS:
-        return  # a codec of another package is made only once
+    if spec.partition(",")[0].strip() not in PACKED_FORMATS:
+        return  # a codec of another package is made once its calibration is there
     create_codec(spec, pages).close()
     if any(layer.key is None or layer.value is None for layer in pages.values()):
         raise ConfigurationError(
@@ -250,10 +268,3 @@ def _check(spec: str, pages: ModelPages, layout: HotLayout, model: LoadedModel) 
             f"already: use the codec {LOSSLESS}, or other cache types"
         )
     _cold_page_bytes(create_codec(spec, pages), layout)  # refuses layer groups that there are not
-
-
-def _uses_calibration(name: str) -> bool:
-    if name not in PACKED_FORMATS:
-        return True  # a codec of another package may ask for anything
-    formats = PACKED_FORMATS[name]
-    return formats is not None and formats.turns_back
