@@ -17,7 +17,10 @@ import pytest
 from coldpage.codecs import (
     CodecErrors,
     ColdPageCodec,
+    KVShape,
+    LayerVectors,
     LifeCycleDesc,
+    NumberType,
     create_default_cold_page_codec,
 )
 from coldpage.device.base import Device
@@ -29,8 +32,9 @@ from coldpage.testing.example_codecs import (
     PositionCodec,
     SlowCodec,
 )
+from coldpage.testing.hot_shapes import HotBuffer, HotGroupShape
 from coldpage.testing.page_codec import HotPages, PageCodec, Strided
-from coldpage.types import DeviceArray, LayerGroupId, PageClass, PageIndexLocation
+from coldpage.types import DeviceArray, LayerGroupId, LayerId, PageClass, PageIndexLocation
 from tests.conformance.far_device import FarDevice
 
 _Bytes = npt.NDArray[np.uint8]
@@ -123,19 +127,23 @@ class TestCoarseCodecWithWholeEnds(CodecConformance):
         np.testing.assert_array_equal(restored, original & mask)
 
 
-def _documented_codec() -> type[ColdPageCodec]:
-    """The class that docs/CODECS.md shows, without the manager that it is given to there."""
+def _documented_codec(name: str) -> Any:
+    """A class that docs/CODECS.md shows, without the manager that it is given to there."""
     text = (Path(__file__).parents[2] / "docs" / "CODECS.md").read_text(encoding="utf-8")
-    example = text.partition("```python\n")[2].partition("\nlayer = ")[0]
+    (example,) = [
+        block.partition("```\n")[0].partition("\nlayer = ")[0]
+        for block in text.split("```python\n")[1:]
+        if f"class {name}(" in block.partition("```\n")[0]
+    ]
     names: dict[str, Any] = {}
     exec(compile(example, "docs/CODECS.md", "exec"), names)
-    codec: type[ColdPageCodec] = names["HalfCodec"]
-    return codec
+    return names[name]
 
 
 class TestDocumentedCodec(CodecConformance):
     def make_codec(self) -> ColdPageCodec:
-        return _documented_codec()()
+        codec: ColdPageCodec = _documented_codec("HalfCodec")()
+        return codec
 
     def make_contents(self, rng: np.random.Generator, num_bytes: int) -> _Bytes:
         return rng.standard_normal(num_bytes // 4, np.float32).view(np.uint8)
@@ -148,6 +156,68 @@ class TestDocumentedCodec(CodecConformance):
     def test_it_refuses_pools_of_odd_sizes(self, device: str) -> None:
         with pytest.raises(pytest.skip.Exception, match="does not hold whole float32 values"):
             self.test_pools_of_odd_sizes(RigMaker(self, device))
+
+
+_SHAPE = KVShape(2, 4, 8, NumberType.F16)
+
+
+class TestDocumentedCodecOfShapes(CodecConformance):
+    """Layer group 1 has a layer that nobody describes, and one without a shape."""
+
+    pool_groups = tuple(
+        HotGroupShape.of_buffers(
+            [[HotBuffer(layer, role, _SHAPE.num_bytes) for layer in (0, 1)] for role in roles],
+            (group,),
+        )
+        for group, roles in enumerate((("key", "value"), ("value", "key")))
+    )
+
+    def make_codec(self) -> ColdPageCodec:
+        described = LayerVectors(_SHAPE, _SHAPE)
+        layers = {0: described, 1: described, 100: LayerVectors(_SHAPE, None)}
+        pages = {LayerId(layer): vectors for layer, vectors in layers.items()}
+        codec: ColdPageCodec = _documented_codec("Int8Values")(pages)
+        return codec
+
+    def make_contents(self, rng: np.random.Generator, num_bytes: int) -> _Bytes:
+        numbers = rng.standard_normal(num_bytes // 2 + 1).astype(np.float16)
+        return numbers.view(np.uint8)[:num_bytes]
+
+    def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
+        start = 0
+        for buffer in sorted(life_cycle.buffers, key=lambda it: (it.pool_index, it.offset_bytes)):
+            part = slice(start, start + buffer.num_bytes)
+            start = part.stop
+            is_packed = buffer.buffer_id.role == "value" and buffer.buffer_id.layer_id < 100
+            if is_packed and life_cycle.page_class is PageClass.BODY:
+                was, now = (
+                    bytes_[part].view(np.float16).astype(np.float32).reshape(_SHAPE[:3])
+                    for bytes_ in (original, restored)
+                )
+                steps = np.abs(was).max(axis=(0, 2), keepdims=True) / 127
+                assert (np.abs(was - now) <= 0.6 * steps).all()
+            else:
+                np.testing.assert_array_equal(restored[part], original[part])
+        assert start == original.size
+
+    def test_its_pages_are_smaller_and_bad_numbers_do_no_harm(self) -> None:
+        kit = _NotFinite()
+        maker = RigMaker(kit, "host")
+        kit.test_pages_go_out_and_come_back(maker)
+        rig = maker(has_sinks=False, has_recent=False)
+        saved = 2 * (_SHAPE.num_bytes - _SHAPE.num_numbers - 4 * _SHAPE.tokens_per_block)
+        assert rig.configured.cold_page_bytes == (512 - saved, 512)
+        maker.close()
+
+
+class _NotFinite(TestDocumentedCodecOfShapes):
+    __test__ = False
+
+    def make_contents(self, rng: np.random.Generator, num_bytes: int) -> _Bytes:
+        return rng.choice(np.array([np.nan, np.inf, 1, 0], np.float16), num_bytes // 2).view("u1")
+
+    def check_restored(self, life_cycle: LifeCycleDesc, original: _Bytes, restored: _Bytes) -> None:
+        """Whatever comes back."""
 
 
 # ---------------------------------------------------------------------- the kit itself
