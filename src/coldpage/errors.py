@@ -3,7 +3,7 @@
 ColdpageError
 ├── ConfigurationError (ValueError)      a setting can not work; says which and what to do
 │   └── CodecError                       a codec broke its contract while being configured
-├── UsageError (RuntimeError)            a call that its object's state does not allow
+├── UsageError (RuntimeError)            a call that its object's state, or a value, does not allow
 │   ├── ClosedError                      the object is closed
 │   ├── CodecConsumedError               the codec was already given to a manager
 │   └── WrongThreadError                 a thread other than the owner touched the manager
@@ -49,7 +49,7 @@ class CodecError(ConfigurationError):
 
 
 class UsageError(ColdpageError, RuntimeError):
-    """The object's state does not allow this call."""
+    """The object's state, or a value that was given, does not allow this call."""
 
 
 class ClosedError(UsageError):

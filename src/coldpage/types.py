@@ -7,12 +7,16 @@ unit, counts are ``num_x`` and ranges are half-open.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NewType, Protocol
+from numbers import Integral, Real
+from typing import Any, Final, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from coldpage.errors import UsageError
 
 __all__ = [
     "HOT_LEVEL",
@@ -44,6 +48,9 @@ __all__ = [
     "Priority",
     "SlotId",
     "TokenId",
+    "is_number",
+    "is_whole_number",
+    "token_array",
 ]
 
 LayerId = NewType("LayerId", int)
@@ -69,6 +76,10 @@ HOT_LEVEL: Final = CacheLevel(0)
 NO_PAGE: Final = PageId(0)
 # Kernel-facing arrays only: the entry of a block with no hot page. Its positions score -inf.
 NO_SLOT: Final = SlotId(-1)
+
+_TOKEN_DTYPE: Final = np.dtype(np.int32)
+_MIN_TOKEN: Final = -(2**31)
+_MAX_TOKEN: Final = 2**31 - 1
 
 # One (destination, source) pair of a codec call: two little-endian int32, 8 bytes.
 PAGE_INDEX_PAIR: Final = np.dtype([("dst", "<i4"), ("src", "<i4")])
@@ -160,3 +171,52 @@ class DeviceArray:
     address: MemAddress
     size: int
     host: npt.NDArray[np.generic] | None = field(default=None, repr=False, compare=False)
+
+
+def is_whole_number(value: object) -> bool:
+    """Whether it is an integer, Python's or numpy's; a truth value is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an integer or a float, Python's or numpy's; a truth value is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def token_array(tokens: Sequence[int] | npt.NDArray[Any]) -> Int32Array:
+    """Token ids as int32 [num_tokens]: the same array where they are one already. Raises UsageError
+    for anything but one row of whole numbers of 32 bits. Called for every token that is committed.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == _TOKEN_DTYPE and tokens.ndim == 1:
+        return tokens
+    if isinstance(tokens, (list, tuple, range)):
+        try:
+            # Unlike numpy it cuts no fractions.
+            return np.frombuffer(array("i", tokens), _TOKEN_DTYPE)
+        except OverflowError:
+            too_large = next(t for t in tokens if not _MIN_TOKEN <= t <= _MAX_TOKEN)
+            raise _too_large(too_large) from None
+        except TypeError:
+            pass  # the array below says what they are
+    try:
+        found = np.asarray(tokens)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "tokens must be one row of whole numbers in host memory, and not rows of many lengths"
+        ) from error
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise UsageError(
+            f"tokens must be one row of whole numbers, and not {found.dtype.name} "
+            f"{list(found.shape)}"
+        )
+    if found.size:
+        for extreme in (int(found.min()), int(found.max())):
+            if not _MIN_TOKEN <= extreme <= _MAX_TOKEN:
+                raise _too_large(extreme)
+    return found.astype(_TOKEN_DTYPE, copy=False)
+
+
+def _too_large(token: int) -> UsageError:
+    return UsageError(
+        f"{token} is no token id: ids lie between {_MIN_TOKEN} and {_MAX_TOKEN}, in 32 bits"
+    )

@@ -60,6 +60,7 @@ def _config(
     layers: tuple[AttentionLayerConfig, ...] = _LAYERS,
     **settings: Any,
 ) -> KVCacheManagerConfig:
+    settings.setdefault("model_fingerprint", b"model")
     return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), layers, **settings)
 
 
@@ -276,12 +277,14 @@ _FAILURES: dict[str, tuple[_Make, type[ColdpageError], str]] = {
     "below a file": (
         _below_a_file,
         StorageError,
-        f"{{path}}/file/tier/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
+        "{path}/file is a file, and a directory is needed there: choose another path, or move the "
+        "file away",
     ),
     "a file": (
         _a_file,
         StorageError,
-        f"{{path}}/file/paged/instance-{{why}} can not be opened ({{why}}): {_ADVICE}",
+        "{path}/file is a file, and a directory is needed there: choose another path, or move the "
+        "file away",
     ),
     "an id that leaves the path": (
         lambda path: _config(DiskTierConfig(str(path), _MIB, instance_id="../other")),
@@ -432,7 +435,8 @@ from coldpage.config import *
 from coldpage.manager import KVCacheManager
 layer = AttentionLayerConfig(0, (BufferConfig("key", 64),))
 tiers = (DeviceTierConfig(1 << 16), DiskTierConfig(sys.argv[1], 1 << 16, instance_id="mine"))
-manager = KVCacheManager(KVCacheManagerConfig(16, tiers, (layer,)))
+config = KVCacheManagerConfig(16, tiers, (layer,), model_fingerprint=b"model")
+manager = KVCacheManager(config)
 print("ready", flush=True)
 sys.stdin.read()
 """

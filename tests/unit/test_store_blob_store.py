@@ -515,10 +515,15 @@ def test_the_capacity_bounds_everything_on_disk(tmp_path: Path, num_blobs: int) 
     "change",
     [
         {"capacity_bytes": BlobStore.capacity_for(1, _IDENTITY) - 1},
+        {"capacity_bytes": "1GiB"},
+        {"capacity_bytes": 1e9},
         {"model_fingerprint": b"short"},
+        {"model_fingerprint": 32 * "m"},
         {"codec": "c" * 1025},
         {"payload_bytes": 0},
+        {"payload_bytes": True},
         {"tokens_per_block": -1},
+        {"tokens_per_block": 4.0},
         {"instance_id": "../elsewhere"},
     ],
 )

@@ -197,12 +197,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert [info.instance_id for info in list_instances(tmp_path / "root")] == ["b"]
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="can not be opened"):
-        InstanceDirectory.open(tmp_path / "file", "a", _IDENTITY)
-
-
 def test_a_lock_on_a_removed_directory_is_worth_nothing(tmp_path: Path) -> None:
     """Who cleans up holds the lock while removing; the next opener makes it all new."""
     instance = InstanceDirectory.open(tmp_path, "a", _IDENTITY)
@@ -223,3 +217,24 @@ def test_the_default_id_follows_from_model_codec_and_types() -> None:
 
 def test_a_path_without_instances_has_none(tmp_path: Path) -> None:
     assert list_instances(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("place", ["tier", "tier/paged", "tier/paged/instance-a"])
+def test_a_file_in_the_place_of_a_directory_is_named(place: str, tmp_path: Path) -> None:
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(StorageError) as raised:
+        InstanceDirectory.open(tmp_path / "tier", "a", _IDENTITY)
+    assert str(raised.value) == (
+        f"{file} is a file, and a directory is needed there: choose another path, or move the "
+        "file away"
+    )
+
+
+def test_a_directory_is_known_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with InstanceDirectory.open("tier", "a", _IDENTITY) as held:
+        assert held.path == tmp_path / "tier" / "paged" / "instance-a"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coldpage.errors import UsageError
 from coldpage.types import (
     HOT_LEVEL,
     NO_PAGE,
@@ -21,6 +23,7 @@ from coldpage.types import (
     MemAddress,
     PageIndexLocation,
     PageStatus,
+    token_array,
 )
 
 _SMALL = st.integers(-20, 20)
@@ -59,3 +62,56 @@ def test_states_and_media_are_the_words_of_the_glossary() -> None:
     assert [t.value for t in CacheTier] == ["gpu", "host", "disk"]
     assert [s.value for s in PageStatus] == ["locked", "held", "droppable"]
     assert [p.value for p in PageIndexLocation] == ["host", "device"]
+
+
+_SENTENCES: list[tuple[Any, str]] = [
+    ([1.5], "tokens must be one row of whole numbers, and not float64 [1]"),
+    ([1, 2.0], "tokens must be one row of whole numbers, and not float64 [2]"),
+    (np.zeros(3), "tokens must be one row of whole numbers, and not float64 [3]"),
+    (np.zeros((4, 5), np.int32), "tokens must be one row of whole numbers, and not int32 [4, 5]"),
+    ([[1, 2]], "tokens must be one row of whole numbers, and not int64 [1, 2]"),
+    (7, "tokens must be one row of whole numbers, and not int64 []"),
+    ("ab", "tokens must be one row of whole numbers, and not str64 []"),
+    (["a"], "tokens must be one row of whole numbers, and not str32 [1]"),
+    (b"abcd", "tokens must be one row of whole numbers, and not bytes32 []"),
+    (None, "tokens must be one row of whole numbers, and not object []"),
+    (np.array([True]), "tokens must be one row of whole numbers, and not bool [1]"),
+    (
+        [[1], [2, 3]],
+        "tokens must be one row of whole numbers in host memory, and not rows of many lengths",
+    ),
+    ([5, 2**40], f"{2**40} is no token id: ids lie between {-(2**31)} and {2**31 - 1}, in 32 bits"),
+    ([2**70], f"{2**70} is no token id: ids lie between {-(2**31)} and {2**31 - 1}, in 32 bits"),
+    (
+        np.array([0, -(2**31) - 1]),
+        f"{-(2**31) - 1} is no token id: ids lie between {-(2**31)} and {2**31 - 1}, in 32 bits",
+    ),
+    (
+        np.array([2**63], np.uint64),
+        f"{2**63} is no token id: ids lie between {-(2**31)} and {2**31 - 1}, in 32 bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tokens", "sentence"), _SENTENCES, ids=lambda value: str(value)[:20])
+def test_what_is_no_row_of_token_ids_is_refused(tokens: Any, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        token_array(tokens)
+    assert str(raised.value) == sentence
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40))
+def test_token_ids_are_taken_as_they_are(ids: list[int]) -> None:
+    forms = [ids, tuple(ids), [np.int64(i) for i in ids], np.array(ids, np.int64)]
+    forms += [np.array(ids, np.int32), np.array(ids, ">i8"), np.repeat(np.array(ids, "i4"), 2)[::2]]
+    for form in forms:
+        found = token_array(form)
+        assert found.dtype == np.int32
+        assert found.tolist() == ids
+
+
+def test_a_row_of_32_bits_is_not_copied() -> None:
+    row = np.arange(5, dtype=np.int32)
+    assert token_array(row) is row
+    assert token_array(range(3)).tolist() == [0, 1, 2]
+    assert token_array(()).size == token_array(np.zeros(0)).size == 0

@@ -37,7 +37,7 @@ from coldpage.store.operations import Deletion, Key, PendingBlob, Read, Ticket, 
 from coldpage.store.sidecar import ENTRY, write_sidecar
 from coldpage.store.slot_file import SlotFile, slot_bytes_of
 from coldpage.store.slot_state import BlobSlots
-from coldpage.types import BlockKey, Int32Array, LayerGroupId
+from coldpage.types import BlockKey, Int32Array, LayerGroupId, is_whole_number
 
 __all__ = ["BlobStore", "StoreStats"]
 
@@ -95,7 +95,8 @@ class BlobStore(KeyedStore):
         ConfigurationError for what can not be, StorageError for what the disk or another process
         does not allow.
         """
-        _check(model_fingerprint, codec, payload_bytes, tokens_per_block)
+        _check(model_fingerprint, codec)
+        _check_numbers(payload_bytes, tokens_per_block, capacity_bytes)
         self.identity = FileIdentity(model_fingerprint, codec, payload_bytes, tokens_per_block)
         geometry = f"blobs of {payload_bytes} bytes, {tokens_per_block} tokens a block"
         instance = InstanceIdentity(model_fingerprint, codec, geometry)
@@ -555,11 +556,22 @@ def _one(slot: int) -> Int32Array:
     return np.array([slot], np.int32)
 
 
-def _check(model_fingerprint: bytes, codec: str, payload_bytes: int, tokens_per_block: int) -> None:
-    if len(model_fingerprint) != 32:
+def _check(model_fingerprint: object, codec: str) -> None:
+    if not isinstance(model_fingerprint, bytes) or len(model_fingerprint) != 32:
         raise ConfigurationError("model_fingerprint has 32 bytes, such as a SHA-256")
     if len(codec.encode()) > MAX_CODEC_BYTES:
         raise ConfigurationError(f"codec takes more than {MAX_CODEC_BYTES} bytes")
+
+
+def _check_numbers(payload_bytes: int, tokens_per_block: int, capacity_bytes: int) -> None:
+    numbers = {
+        "payload_bytes": payload_bytes,
+        "tokens_per_block": tokens_per_block,
+        "capacity_bytes": capacity_bytes,
+    }
+    for name, value in numbers.items():
+        if not is_whole_number(value):
+            raise ConfigurationError(f"{name} is {value!r}: give a whole number")
     if payload_bytes < 1 or tokens_per_block < 0:
         raise ConfigurationError("payload_bytes must be positive, tokens_per_block not negative")
 

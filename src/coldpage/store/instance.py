@@ -115,7 +115,8 @@ class InstanceDirectory:
     def open(
         cls, path: str | Path, instance_id: str, identity: InstanceIdentity
     ) -> InstanceDirectory:
-        """Open or create ``path/paged/instance-ID``.
+        """Open or create ``path/paged/instance-ID``. A relative path is one of the directory that
+        the process works in now.
 
         Raises ConfigurationError for an id that can not be one, and StorageError when it is in use
         (by whom), holds pages of another identity, or can not be made; nothing is changed then.
@@ -125,13 +126,16 @@ class InstanceDirectory:
                 f"{instance_id!r} can not be an instance id: use 1 to 64 of the characters "
                 "A-Z a-z 0-9 . _ -"
             )
-        directory = Path(path) / _ROOT / f"{_PREFIX}{instance_id}"
+        path = Path(path).absolute()
+        directory = path / _ROOT / f"{_PREFIX}{instance_id}"
         try:
-            _make_directories(Path(path), directory)
+            _make_directories(path, directory)
             fd = _lock(directory)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
+            if isinstance(error, FileExistsError | NotADirectoryError):
+                raise StorageError(_no_directory(directory)) from error
             raise StorageError(
                 f"{directory} can not be opened ({error.strerror or error}): "
                 "change its owner or mode, or choose another path"
@@ -189,6 +193,16 @@ def _look_at(directory: Path) -> InstanceInfo:
     identity = _read_json(directory / IDENTITY_NAME)
     instance_id = directory.name.removeprefix(_PREFIX)
     return InstanceInfo(instance_id, directory, is_locked, holder, identity)
+
+
+def _no_directory(directory: Path) -> str:
+    """What stands where a directory is needed."""
+    levels = (directory, *directory.parents)
+    file = next((p for p in levels if os.path.lexists(p) and not os.path.isdir(p)), directory)
+    return (
+        f"{file} is a file, and a directory is needed there: choose another path, or move the "
+        "file away"
+    )
 
 
 def _make_directories(path: Path, directory: Path) -> None:
