@@ -41,7 +41,7 @@ def _manager(path: str, num_slots: int) -> KVCacheManager:
     buffers = tuple(BufferConfig(BufferRole(role), BUFFER_BYTES) for role in ("key", "value"))
     tiers = (DeviceTierConfig(64 * 2 * BUFFER_BYTES), DiskTierConfig(path, num_slots * SLOT_BYTES))
     layers = (AttentionLayerConfig(LayerId(0), buffers),)
-    return KVCacheManager(KVCacheManagerConfig(TOKENS_PER_BLOCK, tiers, layers, 1.0))
+    return KVCacheManager(KVCacheManagerConfig(TOKENS_PER_BLOCK, tiers, layers, 1.0, b"no model"))
 
 
 def _names(manager: KVCacheManager, num_slots: int) -> list[BlobName]:

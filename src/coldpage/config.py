@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from coldpage.errors import ConfigurationError
-from coldpage.types import BufferRole, CacheTier, CodecIdentity, LayerId
+from coldpage.types import BufferRole, CacheTier, CodecIdentity, LayerId, is_number, is_whole_number
 
 __all__ = [
     "MAX_CACHE_TIERS",
@@ -47,6 +48,22 @@ def _require(condition: bool, sentence: str) -> None:
         raise ConfigurationError(sentence)
 
 
+def _require_whole(name: str, value: object, unit: str) -> None:
+    _require(is_whole_number(value), f"{name} is {value!r}: give a whole number of {unit}")
+
+
+def _require_number(name: str, value: object) -> None:
+    _require(is_number(value), f"{name} is {value!r}: give a number")
+
+
+def _are_shares(ratio: object) -> bool:
+    return (
+        isinstance(ratio, Sequence)
+        and len(ratio) > 0
+        and all(is_number(share) and 0 < share < math.inf for share in ratio)
+    )
+
+
 def _repeated(values: Sequence[object]) -> str:
     """The values that occur more than once, for a sentence; empty when there are none."""
     return ", ".join(str(value) for value, count in Counter(values).items() if count > 1)
@@ -64,6 +81,9 @@ class DeviceTierConfig:
     quota_bytes: int
     codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
     write_behind: bool = True
+
+    def __post_init__(self) -> None:
+        _require_whole("quota_bytes", self.quota_bytes, "bytes")
 
     @property
     def tier(self) -> CacheTier:
@@ -85,6 +105,9 @@ class HostTierConfig:
     codec: CodecIdentity | None = field(default=None, repr=False, compare=False)
     write_behind: bool = True
 
+    def __post_init__(self) -> None:
+        _require_whole("quota_bytes", self.quota_bytes, "bytes")
+
     @property
     def tier(self) -> CacheTier:
         """The medium."""
@@ -97,11 +120,17 @@ class DiskTierConfig:
     cold pages; None: the manager's.
 
     What it holds is found again by the next manager with the same ``instance_id``; None is an id
-    that follows from model, geometry and codec. With ``write_behind`` committed pages are written
-    when their sequence lets go of them, in the background, so that a crash loses little; without,
-    when their room in memory is needed, and at the end. A read that takes longer than
-    ``read_deadline_s`` is a miss. Pages that nobody has used for ``time_to_live_s`` are dropped.
-    ``admission`` spares the disk writes of what may never be wanted again.
+    that follows from model, geometry and codec. A relative ``path`` is one of the directory that
+    the process works in when the manager is made.
+
+    Committed pages get there when their room in memory is needed, and by
+    ``KVCacheManager.flush``. With ``write_behind`` they also do when their sequence lets go of
+    them, in the background as ``poll`` is called, so that a crash loses little. Closing the manager
+    writes none: what is in memory only is gone then, so call ``flush`` before ``close``.
+
+    A read that takes longer than ``read_deadline_s`` is a miss. Pages that nobody has used for
+    ``time_to_live_s`` are dropped. ``admission`` spares the disk writes of what may never be wanted
+    again.
     """
 
     path: str
@@ -114,17 +143,26 @@ class DiskTierConfig:
     admission: DiskAdmission = DiskAdmission.ALWAYS
 
     def __post_init__(self) -> None:
+        path: object = self.path
         _require(
-            self.path != "" and "\0" not in str(self.path),
+            isinstance(path, str | os.PathLike) and str(path) != "" and "\0" not in str(path),
             f"the disk tier has no usable path ({self.path!r}): name a directory",
         )
+        _require_whole("quota_bytes", self.quota_bytes, "bytes")
+        _require_number("read_deadline_s", self.read_deadline_s)
         _require(
             self.read_deadline_s > 0,
             f"read_deadline_s is {self.read_deadline_s}: give the disk some time, such as 10 s",
         )
+        if self.time_to_live_s is not None:
+            _require_number("time_to_live_s", self.time_to_live_s)
         _require(
             self.time_to_live_s is None or self.time_to_live_s > 0,
             f"time_to_live_s is {self.time_to_live_s}: give a positive time, or None for ever",
+        )
+        _require(
+            isinstance(self.admission, DiskAdmission),
+            f"admission is {self.admission!r}: give a DiskAdmission, such as DiskAdmission.ALWAYS",
         )
 
     @property
@@ -144,6 +182,7 @@ class BufferConfig:
     num_bytes: int
 
     def __post_init__(self) -> None:
+        _require_whole(f"num_bytes of buffer {self.role!r}", self.num_bytes, "bytes")
         _require(
             self.num_bytes > 0,
             f"buffer {self.role!r} needs a positive size, not {self.num_bytes} bytes",
@@ -161,6 +200,9 @@ class AttentionLayerConfig:
 
     def __post_init__(self) -> None:
         _require(
+            is_whole_number(self.layer_id), f"layer_id is {self.layer_id!r}: give a whole number"
+        )
+        _require(
             len(self.buffers) > 0,
             f"layer {self.layer_id} has no buffers: give it a key and a value buffer",
         )
@@ -170,11 +212,16 @@ class AttentionLayerConfig:
             f"layer {self.layer_id} names a buffer role twice ({', '.join(roles)}): "
             "use each role once",
         )
+        if self.sliding_window_tokens is not None:
+            name = f"sliding_window_tokens of layer {self.layer_id}"
+            _require_whole(name, self.sliding_window_tokens, "tokens")
         _require(
             self.sliding_window_tokens is None or self.sliding_window_tokens > 0,
             f"layer {self.layer_id} has a sliding window of {self.sliding_window_tokens} tokens: "
             "give it at least one, or None for no window",
         )
+        name = f"num_sink_tokens of layer {self.layer_id}"
+        _require_whole(name, self.num_sink_tokens, "tokens")
         _require(
             self.num_sink_tokens >= 0,
             f"layer {self.layer_id} has {self.num_sink_tokens} sink tokens: use 0 for none",
@@ -190,6 +237,10 @@ class ReuseScope:
     adapter: str = ""
     salt: str = ""
 
+    def __post_init__(self) -> None:
+        for name, value in (("adapter", self.adapter), ("salt", self.salt)):
+            _require(isinstance(value, str), f"{name} is {value!r}: give a str")
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDesc:
@@ -201,6 +252,8 @@ class KVCacheDesc:
     history_length: int
 
     def __post_init__(self) -> None:
+        _require_whole("capacity", self.capacity, "tokens")
+        _require_whole("history_length", self.history_length, "tokens")
         _require(
             0 <= self.history_length <= self.capacity and self.capacity > 0,
             f"a sequence with a capacity of {self.capacity} and a history of {self.history_length} "
@@ -219,6 +272,7 @@ class BatchDesc:
 
     def __post_init__(self) -> None:
         _require(len(self.kv_caches) > 0, "a batch needs at least one sequence")
+        _require_whole("system_prompt_length", self.system_prompt_length, "tokens")
         _require(
             self.system_prompt_length >= 0,
             f"a system prompt of {self.system_prompt_length} tokens can not be: use 0 for none",
@@ -233,6 +287,11 @@ class BatchDesc:
 @dataclass(frozen=True, slots=True)
 class KVCacheManagerConfig:
     """Everything a manager needs to know; ``cache_tiers`` in order from hot to cold.
+
+    ``model_fingerprint`` is bytes that name the model and its weights, such as a SHA-256 over them:
+    K and V are reused, from disk and from saved files, only under the same ones. With a disk tier
+    it must be given, since the pages there outlive the manager, and without it another model of the
+    same geometry would find them.
 
     The quota of each tier is divided between the layer groups by ``initial_pool_ratio``, one share
     of the hot bytes for each in the order of their ids; without it as ``typical_step`` needs them;
@@ -259,6 +318,10 @@ class KVCacheManagerConfig:
     num_recent_blocks: int = 0
 
     def __post_init__(self) -> None:
+        _require_whole("tokens_per_block", self.tokens_per_block, "tokens")
+        _require_whole("num_recent_blocks", self.num_recent_blocks, "blocks")
+        _require_number("max_util_for_resume", self.max_util_for_resume)
+        _require_number("free_watermark", self.free_watermark)
         _require(
             self.tokens_per_block > 0,
             f"tokens_per_block is {self.tokens_per_block}: use at least 1, usually 16",
@@ -280,10 +343,11 @@ class KVCacheManagerConfig:
         )
         ratio = self.initial_pool_ratio
         _require(
-            ratio is None or (len(ratio) > 0 and all(0 < share < math.inf for share in ratio)),
-            f"initial_pool_ratio is {ratio}: give a positive share for each layer group",
+            ratio is None or _are_shares(ratio),
+            f"initial_pool_ratio is {ratio!r}: give a positive share for each layer group",
         )
         self._require_tiers()
+        self._require_fingerprint()
 
     def _require_tiers(self) -> None:
         _require(
@@ -307,3 +371,16 @@ class KVCacheManagerConfig:
         paths = [t.path for t in self.cache_tiers if isinstance(t, DiskTierConfig)]
         shared = _repeated(paths)
         _require(not shared, f"two disk tiers use the directory {shared}: give each its own")
+
+    def _require_fingerprint(self) -> None:
+        _require(
+            isinstance(self.model_fingerprint, bytes),
+            f"model_fingerprint is a {type(self.model_fingerprint).__name__}: give bytes that name "
+            "the model and its weights, such as a SHA-256 over them",
+        )
+        has_disk = any(isinstance(tier, DiskTierConfig) for tier in self.cache_tiers)
+        _require(
+            not has_disk or self.model_fingerprint != b"",
+            "a disk tier needs a model_fingerprint, or another model would find this one's pages "
+            "there: give bytes that name the model and its weights, such as a SHA-256 over them",
+        )

@@ -13,9 +13,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.types import HOT_LEVEL, NO_PAGE, NO_SLOT, Int32Array, PageStatus, Priority
+from coldpage.errors import UsageError
+from coldpage.types import (
+    HOT_LEVEL,
+    NO_PAGE,
+    NO_SLOT,
+    Int32Array,
+    PageStatus,
+    Priority,
+    is_whole_number,
+)
 
-__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "RETAINED_PRIORITY", "PageTable"]
+__all__ = ["DEFAULT_PRIORITY", "HOT_BIT", "RETAINED_PRIORITY", "PageTable", "check_priority"]
 
 DEFAULT_PRIORITY: Final = Priority(35)
 # Of what is kept on purpose: it goes after everything else, and no time to live ends it.
@@ -43,6 +52,15 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "is_admitted": np.bool_,
     "num_accesses": np.int32,
 }
+
+
+def check_priority(priority: object) -> None:
+    """Raise UsageError for what the column of priorities can not hold."""
+    limits = np.iinfo(np.int16)
+    if not is_whole_number(priority) or not limits.min <= priority <= limits.max:  # type: ignore[operator]
+        raise UsageError(
+            f"priority is {priority!r}: give a whole number from {limits.min} to {limits.max}"
+        )
 
 
 class PageTable:

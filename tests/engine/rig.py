@@ -102,7 +102,9 @@ class Rig:
             AttentionLayerConfig(LayerId(index), (BufferConfig(ROLE, block_bytes),), window)
             for index, window in enumerate(windows)
         )
-        self.manager = FaultyManager(KVCacheManagerConfig(BLOCK, tuple(tiers), layers))
+        self.manager = FaultyManager(
+            KVCacheManagerConfig(BLOCK, tuple(tiers), layers, model_fingerprint=b"model")
+        )
         self.runner = PatternRunner(self.manager)
         model = ServedModel(
             context_tokens=context_tokens,

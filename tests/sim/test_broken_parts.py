@@ -131,7 +131,8 @@ def test_a_format_that_changes_in_configure_is_refused(tmp_path: Path) -> None:
         HostTierConfig(1 << 16, _Renames()),
         DiskTierConfig(str(tmp_path), 1 << 20, PaddingCodec()),
     )
-    config = KVCacheManagerConfig(PER_BLOCK, tiers, layers_of("full", PER_BLOCK))
+    layers = layers_of("full", PER_BLOCK)
+    config = KVCacheManagerConfig(PER_BLOCK, tiers, layers, model_fingerprint=b"model")
     with pytest.raises(CodecError, match="changed its format in configure"):
         KVCacheManager(config)
 
@@ -326,7 +327,15 @@ def test_an_observer_that_fails_is_logged_and_changes_nothing(
     sequences = [suspended(rig, prompt(4, first)) for first in range(3)]
     rig.check()
     assert totals(rig, "lost_held_pages") > 0
-    assert "an observer of the cache failed" in caplog.text
+    (record,) = [r for r in caplog.records if "an observer of the cache failed" in r.message]
+    assert record.exc_info is not None
+    num_failures = totals(rig, "observer_failures")
+    assert num_failures > 1
+    rig.manager.add_observer(_FailingObserver())
+    suspended(rig, prompt(4, 9))
+    records = [r for r in caplog.records if "an observer of the cache failed" in r.message]
+    assert len(records) == 2, "another observer has an error of its own"
+    assert totals(rig, "observer_failures") >= num_failures + 2
     for sequence in sequences:
         assert sequence.resume()
         sequence.cache.synchronize()

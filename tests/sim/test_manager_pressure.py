@@ -37,7 +37,7 @@ def make_manager(
     buffers = tuple(BufferConfig(BufferRole(role), page_bytes // 2) for role in ("key", "value"))
     layers = (AttentionLayerConfig(LayerId(0), buffers),)
     tiers = (DeviceTierConfig(num_hot * page_bytes), *cold)
-    return KVCacheManager(KVCacheManagerConfig(PER_BLOCK, tiers, layers, 1.0))
+    return KVCacheManager(KVCacheManagerConfig(PER_BLOCK, tiers, layers, 1.0, b"model"))
 
 
 def filled(manager: KVCacheManager, num_blocks: int, seed: int) -> KVCache:
@@ -143,7 +143,7 @@ def test_a_truncated_window_is_not_ready_before_its_blocks_have_places() -> None
     buffers = (BufferConfig(BufferRole("key"), BUFFER_BYTES),)
     layers = (AttentionLayerConfig(LayerId(0), buffers, sliding_window_tokens=4),)
     tiers = (DeviceTierConfig(12 * BUFFER_BYTES),)
-    with KVCacheManager(KVCacheManagerConfig(PER_BLOCK, tiers, layers, 1.0)) as manager:
+    with KVCacheManager(KVCacheManagerConfig(PER_BLOCK, tiers, layers, 1.0, b"model")) as manager:
         cache = manager.create_kv_cache()
         assert cache.resume()
         assert cache.resize(24)

@@ -50,6 +50,7 @@ def _config(
         BLOCK,
         tiers,
         layers,
+        model_fingerprint=b"model",
         typical_step=BatchDesc((KVCacheDesc(tokens, tokens),)),
         separate_sink_pages=True,
         num_recent_blocks=num_recent_blocks,

@@ -43,6 +43,7 @@ _LAYERS = (_layer(7, 64, 64, None), _layer(8, 64, 64, 9000), _layer(9, 32, 96, 9
 def _config(
     *cold: CacheTierConfig, hot_bytes: int = 1 << 20, **settings: Any
 ) -> KVCacheManagerConfig:
+    settings.setdefault("model_fingerprint", b"model")
     return KVCacheManagerConfig(16, (DeviceTierConfig(hot_bytes), *cold), _LAYERS, **settings)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coldpage.config import (
@@ -33,8 +34,13 @@ def _layer(layer_id: int = 0, **settings: Any) -> AttentionLayerConfig:
 
 
 def _config(**settings: Any) -> KVCacheManagerConfig:
-    settings = {"tokens_per_block": 16, "cache_tiers": (_HOT,), "layers": (_layer(),)} | settings
-    return KVCacheManagerConfig(**settings)
+    defaults: dict[str, Any] = {
+        "tokens_per_block": 16,
+        "cache_tiers": (_HOT,),
+        "layers": (_layer(),),
+        "model_fingerprint": b"model",
+    }
+    return KVCacheManagerConfig(**defaults | settings)
 
 
 class _Codec:
@@ -176,6 +182,34 @@ _BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: _config(initial_pool_ratio=(float("nan"),)),
         "initial_pool_ratio is (nan,): give a positive share for each layer group",
     ),
+    "a disk without a model": (
+        lambda: _config(cache_tiers=(_HOT, DiskTierConfig("/a", 1)), model_fingerprint=b""),
+        "a disk tier needs a model_fingerprint, or another model would find this one's pages "
+        "there: give bytes that name the model and its weights, such as a SHA-256 over them",
+    ),
+    "a model named by text": (
+        lambda: _config(model_fingerprint="abc"),
+        "model_fingerprint is a str: give bytes that name the model and its weights, such as a "
+        "SHA-256 over them",
+    ),
+    "a scope that is no text": (lambda: ReuseScope(salt=b"x"), "salt is b'x': give a str"),  # type: ignore[arg-type]
+    "an adapter that is no text": (lambda: ReuseScope(7), "adapter is 7: give a str"),  # type: ignore[arg-type]
+    "an admission that is no DiskAdmission": (
+        lambda: DiskTierConfig("/a", 1, admission="second-use"),  # type: ignore[arg-type]
+        "admission is 'second-use': give a DiskAdmission, such as DiskAdmission.ALWAYS",
+    ),
+    "a quota for a path": (
+        lambda: DiskTierConfig(1 << 20, "/a"),  # type: ignore[arg-type]
+        "the disk tier has no usable path (1048576): name a directory",
+    ),
+    "shares that are none": (
+        lambda: _config(initial_pool_ratio=("1", True)),
+        "initial_pool_ratio is ('1', True): give a positive share for each layer group",
+    ),
+    "one share": (
+        lambda: _config(initial_pool_ratio=0.5),
+        "initial_pool_ratio is 0.5: give a positive share for each layer group",
+    ),
     "one directory for two tiers": (
         lambda: _config(cache_tiers=(_HOT, *[DiskTierConfig("/tmp/x", 1 << 20)] * 2)),
         "two disk tiers use the directory /tmp/x: give each its own",
@@ -192,6 +226,66 @@ def test_what_can_not_work_is_refused_in_one_sentence(
     assert str(raised.value) == sentence
     assert isinstance(raised.value, ValueError)
     assert isinstance(raised.value, ColdpageError)
+
+
+# Settings that count something, and how each is named in a sentence.
+_WHOLE: dict[str, tuple[Callable[[Any], object], str, str]] = {
+    "hot quota": (DeviceTierConfig, "quota_bytes", "bytes"),
+    "host quota": (HostTierConfig, "quota_bytes", "bytes"),
+    "disk quota": (lambda value: DiskTierConfig("/a", value), "quota_bytes", "bytes"),
+    "buffer": (lambda value: BufferConfig(_KEY, value), "num_bytes of buffer 'key'", "bytes"),
+    "window": (
+        lambda value: _layer(3, sliding_window_tokens=value),
+        "sliding_window_tokens of layer 3",
+        "tokens",
+    ),
+    "sinks": (
+        lambda value: _layer(3, num_sink_tokens=value),
+        "num_sink_tokens of layer 3",
+        "tokens",
+    ),
+    "block": (lambda value: _config(tokens_per_block=value), "tokens_per_block", "tokens"),
+    "recent": (lambda value: _config(num_recent_blocks=value), "num_recent_blocks", "blocks"),
+    "capacity": (lambda value: KVCacheDesc(value, 0), "capacity", "tokens"),
+    "history": (lambda value: KVCacheDesc(9, value), "history_length", "tokens"),
+    "system prompt": (
+        lambda value: BatchDesc((KVCacheDesc(9, 0),), value),
+        "system_prompt_length",
+        "tokens",
+    ),
+}
+# Settings that measure something.
+_MEASURES: dict[str, Callable[[Any], object]] = {
+    "read_deadline_s": lambda value: DiskTierConfig("/a", 1, read_deadline_s=value),
+    "time_to_live_s": lambda value: DiskTierConfig("/a", 1, time_to_live_s=value),
+    "max_util_for_resume": lambda value: _config(max_util_for_resume=value),
+    "free_watermark": lambda value: _config(free_watermark=value),
+}
+
+
+@pytest.mark.parametrize("value", ["1GiB", 1.0, True, b"1", (1,), np.float64(1.0), np.True_])
+@pytest.mark.parametrize(("make", "name", "unit"), _WHOLE.values(), ids=_WHOLE.keys())
+def test_what_counts_is_a_whole_number(
+    make: Callable[[Any], object], name: str, unit: str, value: object
+) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        make(value)
+    assert str(raised.value) == f"{name} is {value!r}: give a whole number of {unit}"
+    make(np.int64(1))
+
+
+@pytest.mark.parametrize("value", ["0.5", True, b"1", np.True_])
+@pytest.mark.parametrize(("name", "make"), _MEASURES.items(), ids=_MEASURES.keys())
+def test_what_measures_is_a_number(name: str, make: Callable[[Any], object], value: object) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        make(value)
+    assert str(raised.value) == f"{name} is {value!r}: give a number"
+    make(np.float32(0.5))
+
+
+def test_a_layer_is_named_by_a_number() -> None:
+    with pytest.raises(ConfigurationError, match=r"^layer_id is '3': give a whole number$"):
+        _layer("3")  # type: ignore[arg-type]
 
 
 def test_what_works_is_taken() -> None:

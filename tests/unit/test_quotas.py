@@ -73,6 +73,7 @@ def _config(
     layers: tuple[AttentionLayerConfig, ...] = _TWO,
     **rest: Any,
 ) -> KVCacheManagerConfig:
+    rest.setdefault("model_fingerprint", b"model")
     return KVCacheManagerConfig(_PER_BLOCK, (DeviceTierConfig(hot_bytes), *cold), layers, **rest)
 
 

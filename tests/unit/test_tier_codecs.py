@@ -43,7 +43,7 @@ def _host(codec: Any = None, num_pages: int = 20) -> HostTierConfig:
 
 
 def _config(*cold: CacheTierConfig) -> KVCacheManagerConfig:
-    return KVCacheManagerConfig(4, (_HOT, *cold), (_LAYER,))
+    return KVCacheManagerConfig(4, (_HOT, *cold), (_LAYER,), model_fingerprint=b"model")
 
 
 class _Noted(AnsweringCodec):

@@ -24,7 +24,7 @@ def manager_at(path: Path) -> KVCacheManager:
         DiskTierConfig(str(path), 64 * 3 * PAGE_BYTES, write_behind=True),
     )
     layer = AttentionLayerConfig(LayerId(0), (BufferConfig("key", PAGE_BYTES),))
-    return KVCacheManager(KVCacheManagerConfig(BLOCK, tiers, (layer,), 1.0))
+    return KVCacheManager(KVCacheManagerConfig(BLOCK, tiers, (layer,), 1.0, b"model"))
 
 
 def say(engine: PatternEngine, first: int) -> list[int]:
@@ -65,7 +65,7 @@ def test_a_flush_goes_on_where_staging_was_full(
     monkeypatch.setattr("coldpage.manager.levels.page_ring_bytes", lambda largest: 4 * largest)
     tiers = DeviceTierConfig(200 * PAGE_BYTES), DiskTierConfig(str(tmp_path), 600 * PAGE_BYTES)
     layer = AttentionLayerConfig(LayerId(0), (BufferConfig("key", PAGE_BYTES),))
-    with KVCacheManager(KVCacheManagerConfig(BLOCK, tiers, (layer,), 1.0)) as manager:
+    with KVCacheManager(KVCacheManagerConfig(BLOCK, tiers, (layer,), 1.0, b"model")) as manager:
         sequence = PatternEngine(manager).create()
         assert sequence.resume()
         assert sequence.step(list(range(150 * BLOCK)))

@@ -74,7 +74,8 @@ def make_manager(
         for i in range(geometry.num_layers)
     )
     hot = DeviceTierConfig(num_hot_blocks * geometry.block_bytes)
-    config = KVCacheManagerConfig(TOKENS_PER_BLOCK, (hot, *cold_tiers), layers, 1.0)
+    tiers = (hot, *cold_tiers)
+    config = KVCacheManagerConfig(TOKENS_PER_BLOCK, tiers, layers, 1.0, b"no model")
     if device is None:
         return KVCacheManager(config, codec=codec)
     with prepared(device):

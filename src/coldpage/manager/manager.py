@@ -22,7 +22,7 @@ from coldpage.manager.quotas import max_sequence_tokens
 from coldpage.manager.reopening import adopt_pages, index_of
 from coldpage.manager.stats import ManagerStats, PoolGroupStats, group_stats, level_stats
 from coldpage.manager.tier_codecs import TierCodecs
-from coldpage.page import DEFAULT_PRIORITY
+from coldpage.page import DEFAULT_PRIORITY, check_priority
 from coldpage.pools import LevelPools
 from coldpage.prefix import RecentKeys, block_key, root_key
 from coldpage.sequence import KVCache, OnMissing, ReusedPrefix, SequenceContext
@@ -39,6 +39,9 @@ from coldpage.types import (
     LayerGroupId,
     LayerId,
     Priority,
+    is_number,
+    is_whole_number,
+    token_array,
 )
 
 __all__ = ["KVCacheManager"]
@@ -51,6 +54,10 @@ class KVCacheManager:
     a ``device`` the hot level lives in host memory. ``codec`` makes the cold pages of every tier
     that names no codec of its own; None means the lossless concatenating one. All codecs given are
     consumed by this call, whether it succeeds or not.
+
+    ``close`` drops what no disk level has yet: call ``flush`` before it, with the time that this
+    may take, to have the next manager find all that is committed. The end of a ``with``
+    block closes and does not flush.
 
     Raises ConfigurationError or StorageError when the tiers can not be built, with nothing left
     behind.
@@ -95,8 +102,9 @@ class KVCacheManager:
         }
         groups = [lc.layer_group_id for lc in self.layout.life_cycles]
         self._tree = self._builder.tree
-        self._hub = ObserverHub(self._storage.table, self._tree, groups)
-        self._storage.events.observers.append(self._hub)
+        events = self._storage.events
+        self._hub = ObserverHub(self._storage.table, self._tree, groups, events.totals)
+        events.observers.append(self._hub)
         self._capacity_tokens = self._hot_tokens(1.0)
         self._context = self._make_context()
         try:
@@ -156,8 +164,15 @@ class KVCacheManager:
         ``on_missing`` says what becomes of blocks whose contents are lost while it is suspended.
         """
         self._check_open()
+        check_priority(priority)
+        if not isinstance(scope, ReuseScope | None):
+            raise UsageError(f"scope is {scope!r}: give a ReuseScope, or None for the common one")
+        if not isinstance(on_missing, OnMissing):
+            raise UsageError(
+                f"on_missing is {on_missing!r}: give OnMissing.RECOMPUTE or OnMissing.HOLE"
+            )
         root = root_key(self.config.model_fingerprint, scope or ReuseScope(), self.provenance)
-        prefix = self._find_prefix(root, np.asarray(tokens, np.int32).ravel())
+        prefix = self._find_prefix(root, token_array(tokens))
         return KVCache(self._context, prefix, priority, on_missing)
 
     def _find_prefix(self, root: BlockKey, tokens: Int32Array) -> ReusedPrefix:
@@ -289,6 +304,8 @@ class KVCacheManager:
         pages in what would be cut off, DeviceError or StorageError when there is not so much room.
         """
         pools = self._level(level)
+        if not is_whole_number(quota_bytes):
+            raise UsageError(f"quota_bytes is {quota_bytes!r}: give a whole number of bytes")
         weights = self._storage.usage.byte_weights(level)
         counts = self._builder.num_slots_for(pools, quota_bytes, weights)
         try:
@@ -318,6 +335,7 @@ class KVCacheManager:
     def wait_for_progress(self, timeout_s: float) -> None:
         """Block until something in flight may have advanced; then ``poll``."""
         self._check_open()
+        self._check_time("timeout_s", timeout_s)
         self.device.wait_for_progress(timeout_s)
 
     def finish_transfers(self) -> None:
@@ -366,13 +384,19 @@ class KVCacheManager:
         """Write committed pages that are in memory only to the disk level, most valuable first,
         until all are there or the time is over, and make them durable. Blocks. Returns how many
         are still in memory only; all of them without a disk level.
+
+        ``close`` does not do this: call it before, or they are gone.
         """
         self._check_open()
+        self._check_time("budget_s", budget_s)
         return self._storage.flush(budget_s)
 
     def close(self) -> None:
         """Finish what is in flight, leave an index of each disk level for the next start, and free
         everything. Sequences still open hold nothing afterwards.
+
+        Committed pages that are in memory only are not written to disk and are gone: call ``flush``
+        before to keep them. Idempotent.
         """
         if self._is_closed:
             return
@@ -400,9 +424,16 @@ class KVCacheManager:
     def _level(self, level: CacheLevel) -> LevelPools:
         self._check_open()
         levels = self._storage.levels
-        if not 0 <= level < len(levels):
-            raise UsageError(f"there is no level {level}: this manager has 0 to {len(levels) - 1}")
+        if not is_whole_number(level) or not 0 <= level < len(levels):
+            raise UsageError(
+                f"there is no level {level!r}: this manager has 0 to {len(levels) - 1}"
+            )
         return levels[level]
+
+    @staticmethod
+    def _check_time(name: str, seconds: object) -> None:
+        if not is_number(seconds):
+            raise UsageError(f"{name} is {seconds!r}: give a number of seconds")
 
     def _check_open(self) -> None:
         self._check_thread()

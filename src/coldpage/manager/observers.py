@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +68,8 @@ class PagesDropped:
 
 class CacheObserver(Protocol):
     """Called on the manager's thread, in the middle of what happens: it must not call the manager.
-    What it raises is logged and goes no further.
+    What it raises goes no further: ``observer_failures`` in ``ManagerStats.totals`` counts it, and
+    the first of each observer is logged.
     """
 
     def on_stored(self, event: BlockStored) -> None:
@@ -89,11 +91,17 @@ class ObserverHub:
     """
 
     def __init__(
-        self, table: PageTable, tree: PrefixTree, layer_group_of: Sequence[LayerGroupId]
+        self,
+        table: PageTable,
+        tree: PrefixTree,
+        layer_group_of: Sequence[LayerGroupId],
+        totals: Counter[str],
     ) -> None:
         self._table = table
         self._tree = tree
         self._layer_group_of = layer_group_of
+        self._totals = totals
+        self._failed: list[CacheObserver] = []
         self.observers: list[CacheObserver] = []
 
     def _names(self, pages: Int32Array) -> tuple[PageName, ...]:
@@ -118,12 +126,19 @@ class ObserverHub:
         self._tell(lambda observer: observer.on_stored(event))
 
     def _tell(self, call: Callable[[CacheObserver], None]) -> None:
-        """An observer that fails is heard of in the log; the cache goes on."""
+        """An observer that fails is heard of once in the log; the cache goes on."""
         for observer in self.observers:
             try:
                 call(observer)
             except Exception:
-                _logger.exception("an observer of the cache failed: %r", observer)
+                self._totals["observer_failures"] += 1
+                if not any(observer is known for known in self._failed):
+                    self._failed.append(observer)
+                    _logger.exception(
+                        "an observer of the cache failed (observer_failures counts this and what "
+                        "follows): %r",
+                        observer,
+                    )
 
     def on_moved(self, pages: Int32Array, source: CacheLevel, target: CacheLevel) -> None:
         """See StorageObserver."""

@@ -490,9 +490,13 @@ class Storage:
         for level in self.levels:
             if level.is_disk and level.disk.sync():
                 durable |= level.bit
+        return self._num_committed_outside(durable)
+
+    def _num_committed_outside(self, level_bits: np.uint8) -> int:
+        """Committed pages with contents, but none on these levels."""
         table = self.table
-        is_left = (table.node != 0) & ((table.present & durable) == 0)
-        return int(np.count_nonzero(is_left & ~table.is_missing))
+        is_outside = (table.node != 0) & ((table.present & level_bits) == 0)
+        return int(np.count_nonzero(is_outside & ~table.is_missing))
 
     @property
     def _num_writes_in_flight(self) -> int:
@@ -529,10 +533,20 @@ class Storage:
         return self._resizing.defragment(self.levels[level])
 
     def close(self) -> None:
-        """Block until no transfer is in flight and nobody's work on the pages is."""
+        """Block until no transfer is in flight and nobody's work on the pages is. Says how many
+        committed pages the disk levels will not have.
+        """
         self.finish_transfers()
         for event in self.moves.ready.all_outstanding():
             event.synchronize()
+        disk_bits = np.uint8(sum(int(level.bit) for level in self.levels if level.is_disk))
+        num_dropped = self._num_committed_outside(disk_bits) if disk_bits else 0
+        if num_dropped:
+            _logger.info(
+                "%d committed pages were in memory only when the manager was closed and are gone: "
+                "a flush before keeps what the disk has room for",
+                num_dropped,
+            )
 
     # ------------------------------------------------------------------ checking
 
