@@ -118,6 +118,9 @@ def test_a_resize_without_room_copies_nothing(build: Build) -> None:
         (lambda cache: cache.resize(7.5), "a capacity must be a whole number, not 7.5"),
         (lambda cache: cache.resize(8, 6.0), "a history length must be a whole number"),
         (lambda cache: cache.truncate(1.0), "a number of tokens must be a whole number"),
+        (lambda cache: cache.commit([1 << 40]), "1099511627776 is no token id"),
+        (lambda cache: cache.commit([1.5]), "tokens must be one row of whole numbers"),
+        (lambda cache: cache.commit("ab"), "tokens must be one row of whole numbers"),
         (lambda cache: cache.plan_drop("x"), "a block's ordinal must be a whole number"),
         (lambda cache: cache.page_indices(1), "no layer group 1: this model has 0 to 0"),
         (lambda cache: cache.page_indices(-1), "no layer group -1"),
@@ -126,8 +129,8 @@ def test_a_resize_without_room_copies_nothing(build: Build) -> None:
         (lambda cache: cache.drop_blocks(HalfOpenRange(0, 4), -1), "no layer group -1"),
         (lambda cache: cache.fill_missing([99]), "no block 99: this sequence has 3"),
         (lambda cache: cache.fill_missing([-1]), "no block -1"),
-        (lambda cache: cache.raise_priority(1 << 15), r"must lie in \[-32768, 32767\]"),
-        (lambda cache: cache.raise_priority("high"), "a priority must be a whole number"),
+        (lambda cache: cache.raise_priority(1 << 15), "give a whole number from -32768 to 32767"),
+        (lambda cache: cache.raise_priority("high"), "priority is 'high'"),
     ],
 )
 def test_a_wrong_argument_changes_nothing(
@@ -158,9 +161,9 @@ def test_losses_are_handled_one_way_or_the_other(build: Build, on_missing: objec
     rig = build(hot=8, host=8)
     filled(rig, prompt(3)).cache.suspend()
     before = rig.manager.stats().num_pages
-    with pytest.raises(UsageError, match=r"must be OnMissing\.RECOMPUTE or OnMissing\.HOLE"):
+    with pytest.raises(UsageError, match=r"give OnMissing\.RECOMPUTE or OnMissing\.HOLE"):
         rig.manager.create_kv_cache(prompt(3), on_missing=on_missing)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a priority must lie in"):
+    with pytest.raises(UsageError, match="priority is 40000"):
         rig.manager.create_kv_cache(prompt(3), priority=Priority(40_000))
     assert rig.manager.stats().num_pages == before
     with rig.manager.create_kv_cache(prompt(3), on_missing=OnMissing.HOLE) as cache:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coldpage import (
 )
 from coldpage.snapshot import read_header, state_read, state_write
 from coldpage.testing.pattern_engine import PatternEngine
+from coldpage.types import Priority
 from tests.unit.snapshot_rig import (
     CONFIG,
     PER_BLOCK,
@@ -78,6 +80,30 @@ def test_a_closed_cache_is_said_to_be_closed(path: Path, manager: KVCacheManager
     with pytest.raises(ClosedError, match="a closed KV cache can not be saved"):
         state_write(manager, [cache], path)
     assert os.listdir(path.parent) == []
+
+
+def test_a_file_of_no_model_is_neither_written_nor_read(
+    path: Path, manager: KVCacheManager
+) -> None:
+    """Another model's would be taken for it."""
+    sequence = written(PatternEngine(manager), range(8))
+    state_write(manager, [sequence.cache], path)
+    with KVCacheManager(replace(CONFIG, model_fingerprint=b"")) as nameless:
+        cache = nameless.create_kv_cache()
+        with pytest.raises(UsageError, match="make the manager with a model_fingerprint"):
+            state_write(nameless, [cache], path)
+        with pytest.raises(UsageError, match="make the manager with a model_fingerprint"):
+            state_read(nameless, path)
+    assert state_read(manager, path)[0].history_length == 8
+
+
+def test_scopes_are_no_strings(path: Path, manager: KVCacheManager) -> None:
+    sequence = written(PatternEngine(manager), range(8))
+    state_write(manager, [sequence.cache], path)
+    with pytest.raises(UsageError, match="scopes is 'salt': give a list of ReuseScope"):
+        state_read(manager, path, scopes="salt")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="priority is 40000"):
+        state_read(manager, path, priority=Priority(40_000))
 
 
 def test_more_labels_than_caches_are_refused(path: Path, manager: KVCacheManager) -> None:
@@ -199,6 +225,7 @@ import os, signal, sys
 from coldpage import KVCacheManager
 from coldpage.snapshot import state_write
 from coldpage.testing.pattern_engine import PatternEngine
+from coldpage.types import Priority
 from tests.unit.snapshot_rig import CONFIG, written
 manager = KVCacheManager(CONFIG)
 cache = written(PatternEngine(manager), range(30)).cache

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from coldpage.device.base import Stream
 from coldpage.errors import UsageError
-from coldpage.sequence.context import OnMissing
-from coldpage.types import BlockOrdinal, LayerGroupId, Priority
+from coldpage.types import BlockOrdinal, LayerGroupId
 
 __all__ = [
     "check_blocks",
     "check_layer_group",
-    "check_on_missing",
-    "check_priority",
     "check_stream",
     "whole_number",
 ]
-
-_PRIORITIES: Final = np.iinfo(np.int16)
 
 
 def whole_number(value: int, what: str) -> int:
@@ -31,20 +25,6 @@ def whole_number(value: int, what: str) -> int:
         return operator.index(value)
     except TypeError:
         raise UsageError(f"{what} must be a whole number, not {value!r}") from None
-
-
-def check_priority(priority: Priority) -> None:
-    """Raises UsageError where it does not fit its column."""
-    low, high = int(_PRIORITIES.min), int(_PRIORITIES.max)
-    if not low <= whole_number(priority, "a priority") <= high:
-        raise UsageError(f"a priority must lie in [{low}, {high}]; this is {priority}")
-
-
-def check_on_missing(on_missing: OnMissing) -> None:
-    """Raises UsageError for anything else: a string of the same value would count as neither."""
-    if not isinstance(on_missing, OnMissing):
-        names = " or ".join(str(one) for one in OnMissing)
-        raise UsageError(f"on_missing must be {names}, not {on_missing!r}")
 
 
 def check_stream(stream: Stream | None) -> None:

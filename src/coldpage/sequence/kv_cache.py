@@ -10,12 +10,11 @@ import numpy.typing as npt
 
 from coldpage.device.base import Stream
 from coldpage.errors import OutOfPagesError, UsageError
-from coldpage.page import HOT_BIT
+from coldpage.page import HOT_BIT, check_priority
 from coldpage.prefix import block_key
 from coldpage.sequence.arguments import (
     check_blocks,
     check_layer_group,
-    check_priority,
     check_stream,
     whole_number,
 )
@@ -35,6 +34,7 @@ from coldpage.types import (
     Int32Array,
     LayerGroupId,
     Priority,
+    token_array,
 )
 
 __all__ = ["KVCache"]
@@ -394,6 +394,7 @@ class KVCache(SequenceState):
         before it is missing or a hole: what is committed then stays this sequence's own.
         """
         self._check_status(KVCacheStatus.ACTIVE, "commit")
+        tokens = token_array(tokens)
         start, stop = self._num_committed, self._num_committed + len(tokens)
         if stop > self._capacity:
             raise UsageError(

@@ -7,7 +7,7 @@ import numpy as np
 from coldpage.device.base import Stream
 from coldpage.errors import ClosedError, UsageError
 from coldpage.page import HOT_BIT
-from coldpage.sequence.arguments import check_layer_group, check_on_missing, check_priority
+from coldpage.sequence.arguments import check_layer_group
 from coldpage.sequence.context import (
     DiskBlob,
     KVCacheStatus,
@@ -34,8 +34,6 @@ class SequenceState:
         priority: Priority,
         on_missing: OnMissing,
     ) -> None:
-        check_priority(priority)
-        check_on_missing(on_missing)
         self._context = context
         self._storage = context.storage
         self._priority = priority

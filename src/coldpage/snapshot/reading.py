@@ -13,9 +13,9 @@ import numpy.typing as npt
 import xxhash
 
 from coldpage.config import ReuseScope
-from coldpage.errors import OutOfPagesError, SnapshotError
+from coldpage.errors import OutOfPagesError, SnapshotError, UsageError
 from coldpage.manager import KVCacheManager
-from coldpage.page import DEFAULT_PRIORITY
+from coldpage.page import DEFAULT_PRIORITY, check_priority
 from coldpage.prefix import root_key
 from coldpage.sequence import KVCache, KVCacheStatus
 from coldpage.snapshot.format import (
@@ -79,6 +79,9 @@ def state_read(
     """
     path = Path(path)
     caches: list[KVCache] = []
+    check_priority(priority)
+    if not all(isinstance(scope, ReuseScope) for scope in scopes):
+        raise UsageError(f"scopes is {scopes!r}: give a list of ReuseScope")
     with _opened(path) as file:
         header = _read_header(file, path)
         _check_identity(manager, header, origin or Origin(), path)

@@ -17,7 +17,7 @@ from coldpage.codecs import (
     create_default_cold_page_codec,
 )
 from coldpage.device.base import Device, MemoryKind, Stream
-from coldpage.errors import DeviceError
+from coldpage.errors import DeviceError, UsageError
 from coldpage.manager import KVCacheManager
 from coldpage.snapshot.format import Origin, SnapshotIdentity
 from coldpage.types import PAGE_INDEX_PAIR, BlockOrdinal, Int32Array, LayerGroupId, LifeCycleId
@@ -41,8 +41,14 @@ def _stream_of(device: Device) -> Stream:
 
 
 def identity_of(manager: KVCacheManager, origin: Origin) -> SnapshotIdentity:
-    """What a file that the manager writes is good for."""
+    """What a file that the manager writes is good for. Raises UsageError where its configuration
+    names no model.
+    """
     config = manager.config
+    if not config.model_fingerprint:
+        raise UsageError(
+            "a saved file must say of which model it is: make the manager with a model_fingerprint"
+        )
     layers = [
         (
             layer.layer_id,
