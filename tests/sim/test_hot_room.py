@@ -152,6 +152,8 @@ def test_only_a_stream_is_a_stream(build: Build) -> None:
     sequence = suspended(rig, prompt(3))
     with pytest.raises(UsageError, match="one that the manager's device made, not 3"):
         sequence.cache.resume(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="synchronize needs a KV cache that is active"):
+        sequence.cache.synchronize()
     resumed(rig, sequence)
     sequence.cache.close()
 

@@ -196,6 +196,7 @@ class KVCache(SequenceState):
         """Block until ``is_ready``. Raises OutOfPagesError when that can not be: lost blocks need a
         place, other active sequences hold the hot level, and nothing is in motion.
         """
+        self._check_status(KVCacheStatus.ACTIVE, "synchronize")
         num_starved = 0
         while not self.is_ready():
             is_starved = self._is_starved and not self._storage.is_in_motion
