@@ -52,6 +52,7 @@ class StorageEvents:
         self.moved_pages: Counter[str] = Counter()  # by path, such as "hot-host"
         self.moved_bytes: Counter[str] = Counter()  # by path, in cold bytes
         self.totals: Counter[str] = Counter()
+        self.codec_failures: Counter[tuple[str, str]] = Counter()  # by codec and call
         self.observers: list[StorageObserver] = []
         self._names = tuple(names)
 

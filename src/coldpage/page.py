@@ -39,6 +39,7 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "present": np.uint8,
     "reserved": np.uint8,
     "busy": np.uint8,
+    "failed_encodes": np.uint8,
     "is_missing": np.bool_,
     "is_protected": np.bool_,
     "is_drop_planned": np.bool_,
@@ -71,6 +72,7 @@ class PageTable:
     present: npt.NDArray[np.uint8]
     reserved: npt.NDArray[np.uint8]
     busy: npt.NDArray[np.uint8]
+    failed_encodes: npt.NDArray[np.uint8]  # levels whose codec can not encode what it holds
     is_missing: npt.NDArray[np.bool_]  # held, but its contents are lost: to be recomputed
     is_protected: npt.NDArray[np.bool_]  # holds the attention sinks or is the newest block
     is_drop_planned: npt.NDArray[np.bool_]  # committed, and to vanish when nobody holds it
@@ -158,6 +160,11 @@ class PageTable:
         """Which pages may cost a write to disk: those that a sequence holds, and those admitted."""
         worth: npt.NDArray[np.bool_] = self.is_admitted[pages] | (self.num_refs[pages] > 0)
         return worth
+
+    def can_encode(self, pages: Int32Array, bit: np.uint8) -> npt.NDArray[np.bool_]:
+        """For which pages the codec of the level of ``bit`` has not failed yet."""
+        is_open: npt.NDArray[np.bool_] = (self.failed_encodes[pages] & bit) == 0
+        return is_open
 
     def status(self, page: int) -> PageStatus:
         """What the page's holders allow; a view for readers, not for hot paths."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coldpage.codecs import CodecErrors
-from coldpage.engine.messages import CodecErrorStats
+from coldpage.engine.messages import CodecErrorStats, CodecFailureStats
 from coldpage.engine.telemetry import engine_stats, tier_stats
 from coldpage.manager import CodecStats
 from coldpage.types import LayerGroupId
@@ -48,3 +48,11 @@ def test_what_codecs_lose_is_reported(new_rig: Any, monkeypatch: pytest.MonkeyPa
     assert engine_stats(rig.manager, rig.scheduler).codec_errors == tuple(
         CodecErrorStats("int8", group, 9, 1, 0.01, 0.02, 0.015) for group in (0, 1)
     )
+
+
+def test_failures_of_codecs_are_reported_from_zero(new_rig: Any) -> None:
+    rig = new_rig()
+    found = engine_stats(rig.manager, rig.scheduler).codec_failures
+    assert found == tuple(CodecFailureStats("concat", call, 0) for call in ("decode", "encode"))
+    rig.manager._storage.events.codec_failures["concat", "encode"] += 2
+    assert engine_stats(rig.manager, rig.scheduler).codec_failures[1].num_failures == 2

@@ -19,6 +19,7 @@ import msgspec
 from coldpage.engine.messages import (
     Cancel,
     CodecErrorStats,
+    CodecFailureStats,
     Delta,
     EngineReady,
     EngineSettings,
@@ -44,6 +45,10 @@ TIERS = (
 CODEC_ERRORS = (
     CodecErrorStats("turbo4", 0, 12, 0, 0.1, 0.12, 0.09),
     CodecErrorStats("turbo4", 1, 3, 1, 0.2, 0.25, 0.15),
+)
+CODEC_FAILURES = (
+    CodecFailureStats("turbo4", "decode", 0),
+    CodecFailureStats("turbo4", "encode", 7),
 )
 
 
@@ -84,7 +89,8 @@ class ScriptedEngine:
         """The moves are constant, the counter is what tests wait for."""
         counters = {"cancelled_by_client": self.num_cancelled}
         moves, hits = ({"hot-host": 7}, {"hot-host": 700}), {"host": 48}
-        stats = Stats(TIERS, *moves, hits, counters, 1, 2, 3, CODEC_ERRORS)
+        codecs = CODEC_ERRORS, CODEC_FAILURES
+        stats = Stats(TIERS, *moves, hits, counters, 1, 2, 3, *codecs)
         self.channel.send(stats)
 
     def answer(self, request: Generate) -> None:

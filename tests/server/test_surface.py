@@ -160,6 +160,9 @@ def test_metrics_show_what_codecs_lose(server: RunningServer) -> None:
         for group, value in enumerate(values):
             labels = f'{{codec="turbo4",layer_group="{group}"}}'
             assert server.metric(f"coldpage_codec_{name}{labels}") == value
+    for call, count in (("decode", 0.0), ("encode", 7.0)):
+        labels = f'{{call="{call}",codec="turbo4"}}'
+        assert server.metric(f"coldpage_codec_failures_total{labels}") == count
 
 
 def test_metrics_come_in_the_openmetrics_format_too(http: httpx.Client) -> None:

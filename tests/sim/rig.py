@@ -6,10 +6,12 @@ test knows each step.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +55,12 @@ from tests.property.setups import disk_slot_bytes, layers_of, simulated
 
 Bytes = npt.NDArray[np.uint8]
 MakeCodec = Callable[[], ColdPageCodec]
+_Array = TypeVar("_Array", PageIndices, BlockOrdinals | None)
 RING_BYTES = 1 << 16
+
+
+def _half(array: _Array) -> _Array:
+    return array[: array.size // 2] if isinstance(array, np.ndarray) else array
 
 
 class RecordingCodec(IndexPoisoningCodec):
@@ -65,10 +72,19 @@ class RecordingCodec(IndexPoisoningCodec):
         self.locations: set[tuple[LifeCycleId, bool]] = set()  # whether in device memory
         self.rejections: Counter[str] = Counter()  # of the next calls, by what
         self.num_passed: Counter[str] = Counter()  # calls before those, by what
+        self.errors: dict[str, Exception] = {}  # raised instead of SubmissionError, by what
         self.is_closed = False
 
-    def reject(self, what: str, num_times: int = 1, *, after: int = 0) -> None:
-        """Reject that many calls, after some that pass."""
+    def reject(
+        self, what: str, num_times: int = 1, *, after: int = 0, error: Exception | None = None
+    ) -> None:
+        """Reject that many calls, after some that pass. With an ``error`` they fail instead: a part
+        of their work is enqueued, half of the pages where indices are on the host, and a copy of it
+        raised.
+        """
+        self.errors.pop(what, None)
+        if error is not None:
+            self.errors[what] = error
         self.rejections[what] = num_times
         self.num_passed[what] = after
 
@@ -76,14 +92,19 @@ class RecordingCodec(IndexPoisoningCodec):
         """The pages of each call so far."""
         return [num_pages for name, num_pages in self.calls if name == what]
 
-    def _note(self, what: str, life_cycle_id: LifeCycleId, pages: PageIndices) -> None:
+    def _note(self, what: str, life_cycle_id: LifeCycleId, pages: PageIndices) -> bool:
+        """Returns whether the call fails after its work was enqueued."""
         if self.num_passed[what] > 0:
             self.num_passed[what] -= 1
         elif self.rejections[what] > 0:
             self.rejections[what] -= 1
+            if what in self.errors:
+                self.calls.append((f"failed {what}", int(pages.size)))
+                return True
             raise SubmissionError(f"a planned rejection of {what}")
         self.calls.append((what, int(pages.size)))
         self.locations.add((life_cycle_id, isinstance(pages, DeviceArray)))
+        return False
 
     def encode(
         self,
@@ -93,8 +114,12 @@ class RecordingCodec(IndexPoisoningCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        self._note("encode", life_cycle_id, page_indices)
+        is_failing = self._note("encode", life_cycle_id, page_indices)
+        if is_failing:
+            page_indices, block_ordinals = _half(page_indices), _half(block_ordinals)
         super().encode(life_cycle_id, dst_base, page_indices, stream, block_ordinals)
+        if is_failing:
+            raise copy.copy(self.errors["encode"])
 
     def decode(
         self,
@@ -104,8 +129,12 @@ class RecordingCodec(IndexPoisoningCodec):
         stream: Stream,
         block_ordinals: BlockOrdinals | None,
     ) -> None:
-        self._note("decode", life_cycle_id, page_indices)
+        is_failing = self._note("decode", life_cycle_id, page_indices)
+        if is_failing:
+            page_indices, block_ordinals = _half(page_indices), _half(block_ordinals)
         super().decode(life_cycle_id, src_base, page_indices, stream, block_ordinals)
+        if is_failing:
+            raise copy.copy(self.errors["decode"])
 
     def close(self) -> None:
         self.is_closed = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,90 +28,12 @@ from tests.sim.scenes import (
     Build,
     filled,
     hot_blocks,
-    moves,
     prompt,
     push_out,
     resumed,
     suspended,
     totals,
 )
-
-
-class _Raises(PaddingCodec):
-    """Fails with something that no codec may raise, while it is told to."""
-
-    is_broken = False
-
-    def encode(self, *args: object) -> None:  # type: ignore[override]
-        if self.is_broken:
-            raise ValueError("a bug in the codec")
-        super().encode(*args)  # type: ignore[arg-type]
-
-    def decode(self, *args: object) -> None:  # type: ignore[override]
-        if self.is_broken:
-            raise ZeroDivisionError("another bug in the codec")
-        super().decode(*args)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def break_codecs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    return lambda is_broken: monkeypatch.setattr(_Raises, "is_broken", is_broken)
-
-
-@pytest.mark.parametrize("cold", [{"host": 20}, {"disk": 20}])
-def test_a_codec_that_raises_anything_costs_no_slot(
-    build: Build,
-    break_codecs: Callable[[bool], None],
-    cold: dict[str, int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rig = build(hot=4, codec=_Raises, **cold)
-    first = suspended(rig, prompt(4, 1))
-    break_codecs(True)
-    with caplog.at_level(logging.ERROR):
-        for _ in range(3):
-            asker = rig.create()
-            assert asker.resume()
-            assert not asker.cache.resize(4 * PER_BLOCK), "there is no room while nothing can leave"
-            rig.check()
-            rig.close(asker)
-    assert sum("failed in encode" in record.message for record in caplog.records) == 1
-    assert totals(rig, "rejected_submissions") >= 3
-    break_codecs(False)
-    push_out(rig, 4)
-    break_codecs(True)
-    if not first.resume():
-        assert rig.used[0] == 0
-    else:
-        for _ in range(20):
-            assert not first.cache.is_ready()
-            rig.manager.wait_for_progress(0.0)
-    rig.check()
-    break_codecs(False)
-    if first.is_active:
-        first.cache.synchronize()
-        first.check()
-    else:
-        resumed(rig, first)
-    assert first.cache.missing_blocks() == []
-
-
-def test_a_transcoded_spill_whose_codec_raises(
-    build: Build, break_codecs: Callable[[bool], None]
-) -> None:
-    rig = build(hot=4, host=4, disk=20, disk_codec=_Raises)
-    first = suspended(rig, prompt(4, 1))
-    push_out(rig, 4)
-    break_codecs(True)
-    rig.poll()
-    assert moves(rig, "host-disk") == 0
-    break_codecs(False)
-    # Something has to change before the spill looks again.
-    suspended(rig, prompt(2, 2))
-    push_out(rig, 4)
-    rig.poll()
-    assert moves(rig, "host-disk") > 0
-    resumed(rig, first)
 
 
 class _Renames(PaddingCodec):

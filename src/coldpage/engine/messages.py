@@ -27,6 +27,7 @@ __all__ = [
     "Cancel",
     "ChatMessage",
     "CodecErrorStats",
+    "CodecFailureStats",
     "Delta",
     "EngineReady",
     "EngineSettings",
@@ -249,6 +250,14 @@ class CodecErrorStats(msgspec.Struct, frozen=True):
     last_error: float
 
 
+class CodecFailureStats(msgspec.Struct, frozen=True):
+    """Calls of one method of a codec that raised."""
+
+    codec: str
+    call: str
+    num_failures: int
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Sent about once a second: gauges and monotonic counters, by metric name and label values."""
 
@@ -261,6 +270,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     waiting: int
     sessions: int
     codec_errors: tuple[CodecErrorStats, ...] = ()
+    codec_failures: tuple[CodecFailureStats, ...] = ()
 
 
 class SlotInfo(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from coldpage.engine.messages import CodecErrorStats, Stats, TierStats
+from coldpage.engine.messages import CodecErrorStats, CodecFailureStats, Stats, TierStats
 from coldpage.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -71,5 +71,9 @@ def engine_stats(manager: KVCacheManager, scheduler: Scheduler) -> Stats:
             )
             for codec in stats.codecs
             for errors in codec.errors
+        ),
+        codec_failures=tuple(
+            CodecFailureStats(codec, call, count)
+            for (codec, call), count in sorted(stats.codec_failures.items())
         ),
     )

@@ -108,7 +108,8 @@ class LevelBuilder:
         table, events = PageTable(len(self._levels)), StorageEvents(self._names)
         per_block = self._config.tokens_per_block
         self.tree = PrefixTree(table, self.layout.life_cycles, per_block)
-        moves = CodecMoves(self._device, calls, self._levels, table, events)
+        class_names = [lc.page_class.value for lc in self.layout.life_cycles]
+        moves = CodecMoves(self._device, calls, self._levels, table, events, class_names)
         self._codecs.prepare(moves.offload_stream)
         disk_moves = (
             None

@@ -355,6 +355,7 @@ class KVCacheManager:
             dict(events.moved_bytes),
             dict(events.totals),
             self._codecs.stats(),
+            dict(events.codec_failures),
         )
 
     def take_peak_stats(self, level: CacheLevel) -> tuple[PoolGroupStats, ...]:

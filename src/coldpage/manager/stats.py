@@ -73,6 +73,7 @@ class ManagerStats:
     moved_bytes: Mapping[str, int]
     totals: Mapping[str, int]
     codecs: tuple[CodecStats, ...]  # of those that check what they lose
+    codec_failures: Mapping[tuple[str, str], int]  # by codec, and call of it that raised
 
 
 def group_stats(level: LevelPools, layout: HotLayout) -> tuple[PoolGroupStats, ...]:

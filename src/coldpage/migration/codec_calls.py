@@ -6,7 +6,7 @@ ends with the call; the event it leaves on the ring protects it until the codec'
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -15,7 +15,7 @@ import numpy as np
 from coldpage.codecs import ConfiguredCodec
 from coldpage.codecs.base import BlockOrdinals, PageIndexPairs, PageIndices
 from coldpage.device.base import Device, MemoryKind, Stream
-from coldpage.errors import ColdpageError, SubmissionError
+from coldpage.errors import DeviceError, SubmissionError
 from coldpage.staging import StagingRing
 from coldpage.types import (
     PAGE_INDEX_PAIR,
@@ -26,9 +26,13 @@ from coldpage.types import (
     PageIndexLocation,
 )
 
-__all__ = ["INDEX_RING_BYTES", "MAX_INDEX_BATCH_BYTES", "CodecCalls"]
-
-_logger = logging.getLogger(__name__)
+__all__ = [
+    "INDEX_RING_BYTES",
+    "MAX_INDEX_BATCH_BYTES",
+    "CodecCalls",
+    "CodecFailedError",
+    "codec_and_package",
+]
 
 # A larger batch of device indices is cut into codec calls of this size.
 MAX_INDEX_BATCH_BYTES: Final = 64 * 1024
@@ -38,6 +42,9 @@ _PAIR_BYTES: Final = PAGE_INDEX_PAIR.itemsize
 # A lease is a multiple of this, or a whole chunk: looking for room costs time by the range.
 _LEASE_BYTES: Final = 64 * _PAIR_BYTES
 _ORDINAL_BYTES: Final = 4
+# A codec whose calls of one kind have been rejected for so long, and so often in a row, has failed.
+_MAX_REJECTED_S: Final = 5.0
+_MIN_REJECTIONS: Final = 8
 
 _Transform = Callable[[LifeCycleId, MemAddress, PageIndices, Stream, BlockOrdinals | None], None]
 
@@ -49,11 +56,29 @@ def _pairs(dst: Int32Array, src: Int32Array) -> PageIndexPairs:
     return pairs
 
 
+class CodecFailedError(SubmissionError):
+    """A codec raised what no device does, or has been rejected for too long: trying again is of no
+    use.
+    """
+
+    def __init__(self, codec: ConfiguredCodec, call: str, cause: Exception) -> None:
+        self.codec = codec
+        self.call = call
+        super().__init__(f"{call} of {codec_and_package(codec)} failed: {cause!r}")
+
+
+def codec_and_package(codec: ConfiguredCodec) -> str:
+    """The codec for people, and where to look for it."""
+    package = type(codec.codec).__module__.partition(".")[0]
+    return f"codec {codec.name} (package {package})"
+
+
 class CodecCalls:
     """Encodes and decodes for one manager. Owned by its thread."""
 
     def __init__(self, device: Device, codecs: Iterable[ConfiguredCodec]) -> None:
-        self._logged: set[str] = set()
+        # Since when, and how often in a row, calls have been rejected.
+        self._rejections: dict[tuple[int, str, LifeCycleId], tuple[float, int]] = {}
         self.index_ring: StagingRing | None = None
         if any(codec.any_device_indices for codec in codecs):
             self.index_ring = StagingRing(device, INDEX_RING_BYTES, MemoryKind.DEVICE)
@@ -71,11 +96,19 @@ class CodecCalls:
         """Enqueue hot slots ``src`` -> cold pages ``dst`` at ``base``. Waits for no event itself.
 
         ``life_cycle_id`` stands for its batching class; ``ordinals`` are the pages' blocks. All
-        [num_pages]. Raises SubmissionError, also for whatever else the codec raises; then a part
-        may have been enqueued: destinations may be in part written, sources are untouched.
+        [num_pages]. Raises SubmissionError, which is a CodecFailedError for whatever else the
+        codec raises; then a part may have been enqueued: destinations may be in part written,
+        sources are untouched.
         """
         self._call(
-            codec, codec.codec.encode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
+            codec,
+            "encode",
+            codec.codec.encode,
+            life_cycle_id,
+            base,
+            _pairs(dst, src),
+            ordinals,
+            stream,
         )
 
     def decode(
@@ -90,12 +123,20 @@ class CodecCalls:
     ) -> None:
         """Enqueue cold pages ``src`` at ``base`` -> hot slots ``dst``. As ``encode``."""
         self._call(
-            codec, codec.codec.decode, life_cycle_id, base, _pairs(dst, src), ordinals, stream
+            codec,
+            "decode",
+            codec.codec.decode,
+            life_cycle_id,
+            base,
+            _pairs(dst, src),
+            ordinals,
+            stream,
         )
 
     def _call(
         self,
         codec: ConfiguredCodec,
+        call: str,
         transform: _Transform,
         life_cycle_id: LifeCycleId,
         base: MemAddress,
@@ -103,16 +144,24 @@ class CodecCalls:
         ordinals: Int32Array,
         stream: Stream,
     ) -> None:
+        key = id(codec), call, life_cycle_id
         try:
             self._call_codec(codec, transform, life_cycle_id, base, pairs, ordinals, stream)
-        except ColdpageError:
+        except SubmissionError as error:
+            if self._is_rejected_for_good(key):
+                raise CodecFailedError(codec, call, error) from error
+            raise
+        except DeviceError:
             raise
         except Exception as error:
-            what = f"codec {codec.name} failed in {getattr(transform, '__name__', 'a call')}"
-            if what not in self._logged:
-                self._logged.add(what)
-                _logger.exception("%s: its pages stay where they are (logged once)", what)
-            raise SubmissionError(f"{what}: {error!r}") from error
+            raise CodecFailedError(codec, call, error) from error
+        self._rejections.pop(key, None)
+
+    def _is_rejected_for_good(self, key: tuple[int, str, LifeCycleId]) -> bool:
+        now_s = time.monotonic()
+        since_s, count = self._rejections.get(key, (now_s, 0))
+        self._rejections[key] = since_s, count + 1
+        return count >= _MIN_REJECTIONS and now_s - since_s > _MAX_REJECTED_S
 
     def _call_codec(
         self,

@@ -3,11 +3,12 @@
 The transaction: the caller has allocated every destination slot; the migration stream waits for the
 ready events of sources and destinations; the work is enqueued; one finish event goes to both sides;
 only then does a destination count as a copy. A rejected submission is fenced and leaves the pages
-where they were.
+where they were; so does a codec that fails, and it is not asked again about the same copy.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -18,20 +19,30 @@ from coldpage.copy_engine import copy_slots
 from coldpage.device.base import Device, Event, Stream
 from coldpage.errors import SubmissionError
 from coldpage.events import StorageEvents
-from coldpage.migration.codec_calls import CodecCalls
+from coldpage.migration.codec_calls import CodecCalls, CodecFailedError
+from coldpage.migration.codec_failures import CodecFailures
 from coldpage.page import PageTable
 from coldpage.pools import LevelPools, PoolGroup, split_by
 from coldpage.slots import ReadyEvents, SlotAllocator
 from coldpage.staging import StagingBuffer
 from coldpage.types import HOT_LEVEL, Int32Array, Int64Array, LifeCycleId, MemAddress
 
-__all__ = ["NUM_SCRATCH_SLOTS", "CodecMoves"]
+__all__ = ["NUM_SCRATCH_SLOTS", "CodecMoves", "Rejection"]
 
 # Hot slots of each pool group set aside for pages that pass from one codec to another.
 NUM_SCRATCH_SLOTS: Final = 4
 
 # Slots of one pool group that a submission touches.
 _Touched = tuple[SlotAllocator, Int32Array]
+# Pages, the level that they come from, and the one that they go to.
+_Way = tuple[Int32Array, LevelPools, LevelPools]
+
+
+class Rejection(enum.Enum):
+    """Why a submission was not accepted."""
+
+    REFUSED = enum.auto()  # ask again; or a codec can not encode the pages, which they remember
+    UNREADABLE = enum.auto()  # the codec can not decode the copies
 
 
 def _events_of(touched: _Touched) -> Int64Array:
@@ -53,12 +64,15 @@ class CodecMoves:
         levels: Sequence[LevelPools],
         table: PageTable,
         events: StorageEvents,
+        class_names: Sequence[str],
     ) -> None:
+        """``class_names`` is the page class of each life cycle."""
         self.ready = ReadyEvents()
         self._calls = calls
         self.hot_level = levels[HOT_LEVEL]
         self._table = table
         self._events = events
+        self._failures = CodecFailures(levels, table, events, class_names)
         # After all that can fail: a stream ends with its device only.
         self.offload_stream = device.create_stream("offload")
         self.onboard_stream = device.create_stream("onboard")
@@ -106,24 +120,29 @@ class CodecMoves:
         sources: Sequence[_Touched],
         destinations: Sequence[_Touched],
         work: Callable[[], None],
-    ) -> Event | None:
+        way: _Way | None = None,
+    ) -> Event | Rejection:
         """Enqueue ``work`` after the ready events of everything it touches, and leave its own event
-        there. Returns that, or None when the work was rejected.
+        there. Returns that, or why the work was rejected. ``way`` is for work of codecs.
         """
         for touched in (*sources, *destinations):
             self.ready.wait_on(stream, _events_of(touched))
-        accepted = True
+        rejection: Rejection | None = None
         try:
             work()
+        except CodecFailedError as error:
+            assert way is not None, "a codec was asked"
+            self._failures.note(error, *way)
+            rejection = Rejection.UNREADABLE if error.call == "decode" else Rejection.REFUSED
         except SubmissionError:
-            accepted = False
             self._events.totals["rejected_submissions"] += 1
+            rejection = Rejection.REFUSED
         # Also after a rejection: a codec may have enqueued a part before it failed.
         event = stream.record()
         event_id = self.ready.register(event)
         for slots, ids in (*sources, *destinations):
             slots.event[ids] = event_id
-        return event if accepted else None
+        return event if rejection is None else rejection
 
     def _touched(self, level: LevelPools, batch: Int32Array) -> _Touched:
         group = level.group_of(self._table.life_cycle[batch[0]])
@@ -162,7 +181,7 @@ class CodecMoves:
         """Enqueue hot -> ``level`` (memory), into the slots that the pages have there already.
 
         Returns the pages whose submission was rejected: they are as before, without their slots
-        there.
+        there, and remember it where the codec failed.
         """
         refused = [
             batch
@@ -179,23 +198,29 @@ class CodecMoves:
             [hot],
             [cold],
             lambda: self._encode(level.codec, batch, base, cold[1], hot[1]),
+            (batch, self.hot_level, level),
         )
-        if event is None:
+        if isinstance(event, Rejection):
             cold[0].free(cold[1])
             return False
         self._arrived(batch, self.hot_level, level)
         return True
 
-    def onboard(self, pages: Int32Array, level: LevelPools) -> Int32Array:
-        """Enqueue ``level`` (memory) -> hot. As ``offload``, the other way."""
-        refused = [
-            batch
-            for batch in self.batches(pages, level.codec)
-            if not self._onboard_batch(batch, level)
-        ]
-        return np.concatenate(refused) if refused else pages[:0]
+    def onboard(self, pages: Int32Array, level: LevelPools) -> tuple[Int32Array, Int32Array]:
+        """Enqueue ``level`` (memory) -> hot. Returns the pages whose submission was rejected, as
+        ``offload`` does; and those whose copies the codec can not decode, which keep their hot
+        slots, with nothing of theirs in them.
+        """
+        refused, unreadable = [pages[:0]], [pages[:0]]
+        for batch in self.batches(pages, level.codec):
+            rejection = self._onboard_batch(batch, level)
+            if rejection is Rejection.REFUSED:
+                refused.append(batch)
+            elif rejection is Rejection.UNREADABLE:
+                unreadable.append(batch)
+        return np.concatenate(refused), np.concatenate(unreadable)
 
-    def _onboard_batch(self, batch: Int32Array, level: LevelPools) -> bool:
+    def _onboard_batch(self, batch: Int32Array, level: LevelPools) -> Rejection | None:
         hot, cold = self._touched(self.hot_level, batch), self._touched(level, batch)
         base, stream = self._base(level, batch), self.onboard_stream
         event = self._submit(
@@ -203,12 +228,14 @@ class CodecMoves:
             [cold],
             [hot],
             lambda: self._decode(level.codec, batch, base, hot[1], cold[1], stream),
+            (batch, level, self.hot_level),
         )
-        if event is None:
-            hot[0].free(hot[1])
-            return False
+        if isinstance(event, Rejection):
+            if event is Rejection.REFUSED:
+                hot[0].free(hot[1])
+            return event
         self._arrived(batch, level, self.hot_level)
-        return True
+        return None
 
     def _arrived(self, batch: Int32Array, source: LevelPools, target: LevelPools) -> None:
         self._table.present[batch] |= target.bit
@@ -219,29 +246,31 @@ class CodecMoves:
     # ------------------------------------------------------------------ hot <-> staging
 
     def encode_staged(
-        self, batch: Int32Array, codec: ConfiguredCodec, lease: StagingBuffer
+        self, batch: Int32Array, target: LevelPools, lease: StagingBuffer
     ) -> Event | None:
-        """Enqueue hot -> staging, page ``i`` at the ``i``-th slice. The lease belongs to the
-        offload stream.
+        """Enqueue hot -> staging in the form of ``target``, page ``i`` at the ``i``-th slice. The
+        lease belongs to the offload stream.
 
         Returns the event of the encoded bytes, or None when the submission was rejected.
         """
         hot = self._touched(self.hot_level, batch)
         slices = np.arange(batch.size, dtype=np.int32)
-        return self._submit(
+        event = self._submit(
             self.offload_stream,
             [hot],
             [],
-            lambda: self._encode(codec, batch, lease.address, slices, hot[1]),
+            lambda: self._encode(target.codec, batch, lease.address, slices, hot[1]),
+            (batch, self.hot_level, target),
         )
+        return None if isinstance(event, Rejection) else event
 
     def decode_staged(
-        self, batch: Int32Array, codec: ConfiguredCodec, slices: Int32Array, lease: StagingBuffer
-    ) -> bool:
-        """Enqueue staging -> hot for the verified ``slices``; the lease passes to the onboard
-        stream.
+        self, batch: Int32Array, source: LevelPools, slices: Int32Array, lease: StagingBuffer
+    ) -> Rejection | None:
+        """Enqueue staging in the form of ``source`` -> hot for the verified ``slices``; the lease
+        passes to the onboard stream.
 
-        The pages' hot slots are allocated. Returns False when the submission was rejected.
+        The pages' hot slots are allocated. Returns why the submission was rejected, if it was.
         """
         stream = self.onboard_stream
         lease.set_stream(stream)
@@ -250,9 +279,10 @@ class CodecMoves:
             stream,
             [],
             [hot],
-            lambda: self._decode(codec, batch, lease.address, hot[1], slices, stream),
+            lambda: self._decode(source.codec, batch, lease.address, hot[1], slices, stream),
+            (batch, source, self.hot_level),
         )
-        return event is not None
+        return event if isinstance(event, Rejection) else None
 
     # ------------------------------------------------------------------ cold -> cold
 
@@ -264,8 +294,8 @@ class CodecMoves:
         refused: list[Int32Array] = []
         for batch in self.cold_batches(pages, source, target):
             src, dst = self._touched(source, batch), self._touched(target, batch)
-            work = self._cold_work(batch, source, target)
-            if self._submit(self.offload_stream, [src], [dst], work) is None:
+            work, way = self._cold_work(batch, source, target), (batch, source, target)
+            if isinstance(self._submit(self.offload_stream, [src], [dst], work, way), Rejection):
                 dst[0].free(dst[1])
                 refused.append(batch)
                 continue
@@ -322,29 +352,31 @@ class CodecMoves:
         self._events.totals["transcoded_pages"] += int(batch.size)
 
     def cold_to_staging(
-        self, batch: Int32Array, source: LevelPools, codec: ConfiguredCodec, lease: StagingBuffer
+        self, batch: Int32Array, source: LevelPools, target: LevelPools, lease: StagingBuffer
     ) -> Event | None:
-        """Enqueue ``source`` (memory) -> staging in the codec's form. As ``encode_staged``."""
+        """Enqueue ``source`` (memory) -> staging in ``target``'s form. As ``encode_staged``."""
         src = self._touched(source, batch)
         slices = np.arange(batch.size, dtype=np.int32)
         places = (self._base(source, batch), src[1]), (lease.address, slices)
-        return self._submit(
+        event = self._submit(
             self.offload_stream,
             [src],
             [],
-            lambda: self._copy_or_transcode(batch, source.codec, codec, *places),
+            lambda: self._copy_or_transcode(batch, source.codec, target.codec, *places),
+            (batch, source, target),
         )
+        return None if isinstance(event, Rejection) else event
 
     def staging_to_cold(
         self,
         batch: Int32Array,
-        codec: ConfiguredCodec,
+        source: LevelPools,
         slices: Int32Array,
         lease: StagingBuffer,
         target: LevelPools,
-    ) -> bool:
-        """Enqueue staging in the codec's form -> ``target`` (memory). As ``decode_staged``, on the
-        offload stream.
+    ) -> Rejection | None:
+        """Enqueue staging in the form of ``source`` -> ``target`` (memory). As ``decode_staged``,
+        on the offload stream.
         """
         lease.set_stream(self.offload_stream)
         dst = self._touched(target, batch)
@@ -353,9 +385,10 @@ class CodecMoves:
             self.offload_stream,
             [],
             [dst],
-            lambda: self._copy_or_transcode(batch, codec, target.codec, *places),
+            lambda: self._copy_or_transcode(batch, source.codec, target.codec, *places),
+            (batch, source, target),
         )
-        return event is not None
+        return event if isinstance(event, Rejection) else None
 
     # ------------------------------------------------------------------ within a level
 
@@ -379,7 +412,7 @@ class CodecMoves:
             [(group.slots, dst)],
             lambda: copy_slots(pools, dst, pools, src, stream),
         )
-        return event is not None
+        return not isinstance(event, Rejection)
 
     # ------------------------------------------------------------------ events of hot slots
 

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from coldpage.migration.codec_moves import Rejection
 from coldpage.migration.disk_transfers import DiskEnd, Settlement, Transfer
 from coldpage.pools import LevelPools
 from coldpage.staging import StagingBuffer
@@ -17,7 +18,7 @@ from coldpage.types import HOT_LEVEL, Int32Array
 
 __all__ = ["DiskReads"]
 
-# A decode that the codec rejects is tried again this often.
+# A decode that the device rejects is tried again this often.
 _MAX_ATTEMPTS: Final = 3
 
 
@@ -111,18 +112,25 @@ class DiskReads:
         is_damaged = transfer.group.disk.is_damaged(transfer.disk_slots)
         reason = transfer.group.disk.last_failure
         transfer.disk.disk.note_reads(ok[ok | ~is_damaged], reason)
-        arrived = ok.copy()
+        arrived, is_good = ok.copy(), ok.copy()
         if transfer.lease is not None:
-            if ok.any() and not self._unstage(transfer, transfer.lease, ok):
-                if transfer.num_attempts < _MAX_ATTEMPTS:
-                    transfer.num_attempts += 1
-                    return False
-                # Nothing is wrong with the blobs: they stay on disk, and may be asked for again.
+            rejection = self._unstage(transfer, transfer.lease, ok) if ok.any() else None
+            if rejection is Rejection.REFUSED and self._may_try_again(transfer):
+                transfer.num_attempts += 1
+                return False
+            if rejection is not None:
                 arrived[:] = False
+            if rejection is Rejection.UNREADABLE:
+                is_good[:] = False  # else nothing is wrong with the blobs, which stay on disk
             transfer.lease.release()
-        self._finish_memory(transfer, ok, arrived)
-        self._finish_disk(transfer, ok, arrived, settled)
+        self._finish_memory(transfer, is_good, arrived)
+        self._finish_disk(transfer, ok, is_good, settled)
+        self._end.count_arrived(transfer, arrived, is_write=False)
         return True
+
+    def _may_try_again(self, transfer: Transfer) -> bool:
+        can_encode = self._table.can_encode(transfer.pages, transfer.memory.bit)
+        return transfer.num_attempts < _MAX_ATTEMPTS and bool(can_encode.all())
 
     def _expire(self, transfer: Transfer, settled: Settlement) -> None:
         """The read has taken too long: its pages are misses from now on. What the I/O may still
@@ -177,24 +185,26 @@ class DiskReads:
         if transfer.memory_group is not None:
             transfer.memory_group.slots.release_quarantined(transfer.memory_slots)
 
-    def _unstage(self, transfer: Transfer, lease: StagingBuffer, ok: npt.NDArray[np.bool_]) -> bool:
+    def _unstage(
+        self, transfer: Transfer, lease: StagingBuffer, ok: npt.NDArray[np.bool_]
+    ) -> Rejection | None:
         """Enqueue the way of the verified pages out of staging."""
         slices = np.flatnonzero(ok).astype(np.int32)
-        good, codec, moves = transfer.pages[ok], transfer.disk.codec, self._end.moves
+        good, disk, moves = transfer.pages[ok], transfer.disk, self._end.moves
         if transfer.memory.level == HOT_LEVEL:
-            return moves.decode_staged(good, codec, slices, lease)
-        return moves.staging_to_cold(good, codec, slices, lease, transfer.memory)
+            return moves.decode_staged(good, disk, slices, lease)
+        return moves.staging_to_cold(good, disk, slices, lease, transfer.memory)
 
     def _finish_memory(
-        self, transfer: Transfer, ok: npt.NDArray[np.bool_], arrived: npt.NDArray[np.bool_]
+        self, transfer: Transfer, is_good: npt.NDArray[np.bool_], arrived: npt.NDArray[np.bool_]
     ) -> None:
-        """The destination's side. A hot slot whose page did not verify stays reserved: the page may
-        have another copy.
+        """The destination's side. A hot slot whose page is not good on disk stays reserved: the
+        page may have another copy.
         """
         table, memory, pages = self._table, transfer.memory, transfer.pages
         current = self._end.is_current(transfer)
         table.present[pages[arrived & current]] |= memory.bit
-        done = ok if memory.level == HOT_LEVEL else np.ones_like(ok)
+        done = is_good if memory.level == HOT_LEVEL else np.ones_like(is_good)
         table.reserved[pages[done]] &= ~memory.bit
         empty = pages[done & ~(arrived & current)]
         for group, members in memory.split(table.life_cycle[empty], empty):
@@ -204,23 +214,23 @@ class DiskReads:
         self,
         transfer: Transfer,
         ok: npt.NDArray[np.bool_],
-        arrived: npt.NDArray[np.bool_],
+        is_good: npt.NDArray[np.bool_],
         settled: Settlement,
     ) -> None:
         """The disk's side: a slot whose bytes did not verify is never used again; one that could
-        not be read may be written to, later than all others.
+        not be read, or not be decoded, may be written to, later than all others.
         """
         table, disk, pages = self._table, transfer.disk, transfer.pages
         slots = transfer.group.slots
-        bad = pages[~ok]
-        was_present = (table.present[bad] & disk.bit) != 0
-        table.present[bad] &= ~disk.bit
-        is_damaged = transfer.group.disk.is_damaged(transfer.disk_slots)
-        slots.quarantine(transfer.disk_slots[~ok & is_damaged])
-        slots.free_last(transfer.disk_slots[~ok & ~is_damaged])
-        table.busy[bad] &= ~disk.bit
+        was_present = (table.present[pages] & disk.bit) != 0
+        table.present[pages[~is_good]] &= ~disk.bit
+        is_damaged = ~ok & transfer.group.disk.is_damaged(transfer.disk_slots)
+        slots.quarantine(transfer.disk_slots[is_damaged])
+        slots.free_last(transfer.disk_slots[~is_good & ~is_damaged])
+        table.busy[pages[~is_good]] &= ~disk.bit
         self._end.count_failures(transfer, ok, "read_misses")
-        self._end.count_arrived(transfer, arrived, is_write=False)
-        settled.lost.append(bad[was_present & (table.present[bad] == 0)])
-        self._end.release_sources(pages[ok], disk, transfer.group)
+        is_lost = ~is_good & was_present & (table.present[pages] == 0)
+        settled.lost.append(pages[is_lost & ~ok])
+        settled.unreadable.append(pages[is_lost & ok])
+        self._end.release_sources(pages[is_good], disk, transfer.group)
         settled.pages.append(pages)

@@ -77,11 +77,12 @@ class Transfer:
 @dataclass(slots=True)
 class Settlement:
     """What ended since the last call: the pages concerned, and those among them that lost their
-    last copy.
+    last copy, because of the disk or since their codec can not decode it.
     """
 
     pages: list[Int32Array] = field(default_factory=list)
     lost: list[Int32Array] = field(default_factory=list)
+    unreadable: list[Int32Array] = field(default_factory=list)
 
 
 class DiskEnd:

@@ -86,8 +86,8 @@ class DiskWrites:
     ) -> Event | None:
         moves = self._end.moves
         if memory.level == HOT_LEVEL:
-            return moves.encode_staged(pages, disk.codec, lease)
-        return moves.cold_to_staging(pages, memory, disk.codec, lease)
+            return moves.encode_staged(pages, disk, lease)
+        return moves.cold_to_staging(pages, memory, disk, lease)
 
     def _start(self, transfer: Transfer) -> None:
         self._end.name(transfer)
@@ -139,6 +139,8 @@ class DiskWrites:
         if transfer.lease is None:
             assert transfer.memory_group is not None, "written from its own slots"
             self._end.release_sources(pages, transfer.memory, transfer.memory_group)
+            # Nothing but what could not be decoded has given its copy in memory up meanwhile.
+            settled.lost.append(pages[(table.present[pages] == 0) & ~table.is_missing[pages]])
             settled.pages.append(pages)
             return True
         # The staged bytes may be the only copy of a page that failed: try another slot.

@@ -9,7 +9,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from coldpage.engine.messages import CodecErrorStats, EngineReady, Stats, TierStats
+from coldpage.engine.messages import (
+    CodecErrorStats,
+    CodecFailureStats,
+    EngineReady,
+    Stats,
+    TierStats,
+)
 
 __all__ = ["EngineCollector", "ServerMetrics"]
 
@@ -132,6 +138,17 @@ def _error_gauge(name: str, text: str) -> GaugeMetricFamily:
     )
 
 
+def _codec_failures(found: Sequence[CodecFailureStats]) -> Metric:
+    family = CounterMetricFamily(
+        "coldpage_codec_failures",
+        "Calls of a codec that raised; its pages are recomputed.",
+        labels=("codec", "call"),
+    )
+    for failures in found:
+        family.add_metric((failures.codec, failures.call), failures.num_failures)
+    return family
+
+
 class EngineCollector(Collector):
     """Turns the engine's last report into metrics, when asked."""
 
@@ -160,6 +177,7 @@ class EngineCollector(Collector):
         if stats is not None:
             yield from self._engine(stats)
             yield from _codec_errors(stats.codec_errors)
+            yield _codec_failures(stats.codec_failures)
 
     def _tiers(self, tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
         columns: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (

@@ -95,6 +95,7 @@ class Backup:
         in_memory = (table.present[pages] & (bit - np.uint8(1))) != 0
         at_rest = (table.num_locks[pages] == 0) & ~table.is_missing[pages]
         is_worth = table.worth_writing(pages) & (table.node[pages] != 0)
+        is_worth &= table.can_encode(pages, bit)
         wanted: npt.NDArray[np.bool_] = in_memory & ~on_disk & at_rest & is_worth
         return wanted
 

@@ -16,12 +16,25 @@ from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools
 from coldpage.types import HOT_LEVEL, Int32Array
 
-__all__ = ["BAD_DISK", "EXPIRED", "FAILED_WORK", "NO_ROOM", "PLANNED", "PageCopies"]
+__all__ = [
+    "BAD_DISK",
+    "EXPIRED",
+    "FAILED_DECODE",
+    "FAILED_ENCODE",
+    "FAILED_WORK",
+    "NO_ROOM",
+    "PLANNED",
+    "PageCopies",
+]
 
 NO_ROOM: Final = "every colder tier is full of such pages; give a tier more room to avoid this"
 BAD_DISK: Final = "the disk failed to write or to return them; look at the disk"
 PLANNED: Final = "their drop was planned, and nobody holds them any more"
 EXPIRED: Final = "nobody has used them for as long as the disk tier keeps pages"
+FAILED_ENCODE: Final = (
+    "a codec failed to encode them for a colder tier; give that tier another codec"
+)
+FAILED_DECODE: Final = "a codec failed to decode them; give their tier another codec"
 FAILED_WORK: Final = "the work that wrote them failed on the device"
 
 _logger = logging.getLogger(__name__)
@@ -88,11 +101,18 @@ class PageCopies:
             table.version[other[(table.reserved[other] & level.bit) != 0]] += 1
             self.drop(level, other)
         table.life_cycle[pages] = life_cycles
+        table.failed_encodes[pages] = 0
 
     def drop_cold(self, pages: Int32Array) -> None:
         """Only the hot copies stay."""
         for level in self.levels[1:]:
             self.drop(level, pages)
+
+    def drop_for_room(self, level: LevelPools, pages: Int32Array) -> None:
+        """``drop_last`` because no colder level has room for them, or can have them."""
+        is_encodable = self.table.can_encode(pages, ~np.uint8(level.bit | (level.bit - 1)))
+        self.drop_last(level, pages[is_encodable], NO_ROOM)
+        self.drop_last(level, pages[~is_encodable], FAILED_ENCODE)
 
     def drop_last(self, level: LevelPools, pages: Int32Array, cause: str) -> None:
         """Drop copies on the level that are their pages' only ones: the contents are gone."""

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from coldpage.eviction import EvictionPolicy, least_valuable, num_outranking
 from coldpage.migration import CodecMoves, DiskMoves
 from coldpage.page import HOT_BIT, PageTable
 from coldpage.pools import LevelPools, PoolGroup
-from coldpage.storage.copies import NO_ROOM, PageCopies
+from coldpage.storage.copies import PageCopies
 from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array
 
 __all__ = ["MAX_WAIT_S", "Escalation", "Losable"]
@@ -64,6 +65,7 @@ class Escalation:
         self._disk_moves = disk_moves
         cold_memory = [level for level in self._levels[1:] if not level.is_disk]
         self._memory_bits = np.uint8(sum(int(level.bit) for level in cold_memory))
+        self._cold_bits = np.uint8(sum(int(level.bit) for level in self._levels[1:]))
         self.policy = policy
         self._drain = drain
         # Whether there will soon be more room below a level.
@@ -136,7 +138,7 @@ class Escalation:
             if level.is_disk:
                 continue
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
-            pages = pages[~is_taken]
+            pages = pages[~is_taken & table.can_encode(pages, level.bit)]
             for group, members in level.split(table.life_cycle[pages], pages):
                 room = self.make_cold_room(level, group, members.size, Losable.NOTHING)
                 self._send(level, members[members.size - room :], may_wait=False)
@@ -159,13 +161,14 @@ class Escalation:
         is lost.
 
         Held pages are lost, or displace held pages, only when no transfer in flight could still
-        make room, nor memory that the device prepares. Others are lost only when no transfer in
-        flight has slots of theirs below, or when those have taken too long.
+        make room, nor memory that the device prepares, or no codec takes them. Others are lost only
+        when no transfer in flight has slots of theirs below, or when those have taken too long.
         """
         is_held = self._table.num_refs[pages] > 0
         held = self._send_down(pages[is_held], Losable.NOTHING, Losable.DROPPABLE)
         held = self._send_down(held, Losable.DROPPABLE, Losable.DROPPABLE)
         deadline_s = time.monotonic() + MAX_WAIT_S
+        held = self._lose_stuck(held)
         while held.size and (self._num_writes_in_flight or self.is_preparing(HOT_LEVEL)):
             if time.monotonic() > deadline_s:
                 return  # they stay hot, and whoever wants their room comes back
@@ -178,8 +181,18 @@ class Escalation:
             self._copies.events.totals["room_waits"] += 1
             self._drain()
             droppable = self._send_down(droppable, Losable.NOTHING, Losable.DROPPABLE)
-        lost = self._without_copies(np.concatenate([droppable, held]))
-        self._copies.drop_last(self._levels[HOT_LEVEL], lost, NO_ROOM)
+        self._lose(np.concatenate([droppable, held]))
+
+    def _lose(self, pages: Int32Array) -> None:
+        self._copies.drop_for_room(self._levels[HOT_LEVEL], self._without_copies(pages))
+
+    def _lose_stuck(self, pages: Int32Array) -> Int32Array:
+        """Lose those that no codec takes: waiting does not help them. Returns the others."""
+        failed_encodes = self._table.failed_encodes[pages]
+        is_stuck = (failed_encodes != 0) & (failed_encodes == self._cold_bits)
+        self._lose(pages[is_stuck])
+        rest: Int32Array = pages[~is_stuck]
+        return rest
 
     def _are_in_motion(self, pages: Int32Array) -> bool:
         """Whether transfers use slots of any of them below the hot level. They may bring a copy,
@@ -216,6 +229,7 @@ class Escalation:
         for level in self._levels[1:]:
             # An older transfer still uses the page's slot there.
             is_taken = ((table.busy[pages] | table.reserved[pages]) & level.bit) != 0
+            is_taken |= ~table.can_encode(pages, level.bit)
             if level.is_disk:
                 is_taken |= ~table.worth_writing(pages)
             rest, pages = [pages[is_taken]], pages[~is_taken]
@@ -224,8 +238,9 @@ class Escalation:
                 room = self.make_cold_room(level, group, members.size, may_lose, members)
                 # The most valuable pages get what room there is.
                 first = members.size - room
-                self._send(level, members[first:], may_wait=may_wait)
-                rest.append(members[:first])
+                sent = members[first:]
+                self._send(level, sent, may_wait=may_wait)
+                rest += [members[:first], sent[~table.can_encode(sent, level.bit)]]
             pages = np.concatenate(rest)
         return pages
 
@@ -254,14 +269,17 @@ class Escalation:
         disk_moves = self._disk_moves
         assert disk_moves is not None
         deadline_s = time.monotonic() + MAX_WAIT_S
+        failed: list[Int32Array] = []
         while True:
             refused = disk_moves.writes.submit(pages, self._levels[HOT_LEVEL], level)
             # Before any wait: a write that fails then must find that the hot copy is gone.
             self._leave_hot(pages, refused)
+            can_encode = self._table.can_encode(refused, level.bit)
+            failed.append(refused[~can_encode])
+            pages = refused[can_encode]
             is_over = not may_wait or time.monotonic() > deadline_s
-            if is_over or not refused.size or not disk_moves.writes.num_in_flight:
-                return refused
-            pages = refused
+            if is_over or not pages.size or not disk_moves.writes.num_in_flight:
+                return np.concatenate([*failed, pages])
             self._copies.events.totals["staging_waits"] += 1
             self._drain()
 
@@ -329,7 +347,7 @@ class Escalation:
                 # The others among them have room already.
                 wanting = newcomers[:count]
                 victims = victims[: num_outranking(self.policy, table, wanting, victims)]
-        self._copies.drop_last(level, victims, NO_ROOM)
+        self._copies.drop_for_room(level, victims)
         return int(victims.size)
 
     # ------------------------------------------------------------------ the background spill
@@ -361,6 +379,7 @@ class Escalation:
         # Pages already free to give up, or on their way to be, count towards the goal.
         dirty = owners[(on_other_levels == 0) & (table.busy[owners] == 0)]
         wanted -= int(owners.size - dirty.size)
+        dirty = dirty[self._can_go(level, dirty, below)]
         self.send_below(level, self._choose(dirty, min(wanted, budget)), below)
 
     def send_least_below(
@@ -370,12 +389,22 @@ class Escalation:
         table, owners = self._table, level.owners(group)
         in_motion = table.busy[owners] | table.reserved[owners]
         dirty = owners[(table.present[owners] == level.bit) & (in_motion == 0)]
+        dirty = dirty[self._can_go(level, dirty, below)]
         self.send_below(level, self._choose(dirty, count), below)
+
+    def _can_go(
+        self, level: LevelPools, pages: Int32Array, below: LevelPools
+    ) -> npt.NDArray[np.bool_]:
+        """Which pages need no codec on the way between the levels, or none that fails on them."""
+        if level.level != HOT_LEVEL and level.codec is below.codec:
+            return np.ones(pages.size, np.bool_)
+        return self._table.can_encode(pages, below.bit)
 
     def send_below(self, level: LevelPools, pages: Int32Array, below: LevelPools) -> None:
         """Start giving pages of a level in memory a copy on a level below it, as far as there is
         room at the cost of pages that nobody holds, and the level below takes any.
         """
+        pages = pages[self._can_go(level, pages, below)]
         if below.is_disk:
             pages = pages[self._table.worth_writing(pages)]
         if not pages.size or not below.may_write:
@@ -393,6 +422,7 @@ class Escalation:
         table = self._table
         has_slot = table.present[pages] | table.reserved[pages] | table.busy[pages]
         wanted = ((has_slot & self._memory_bits) == 0) & ((table.present[pages] & HOT_BIT) != 0)
+        wanted &= table.can_encode(pages, level.bit)
         pages = pages[wanted & (table.num_locks[pages] == 0) & ~table.is_missing[pages]]
         for group, members in level.split(table.life_cycle[pages], pages):
             shortage = members.size - group.slots.num_free
@@ -409,7 +439,7 @@ class Escalation:
         """As ``send_below``, with the most valuable pages on the disk whatever else has them too:
         memory will not last.
         """
-        pages = pages[self._table.worth_writing(pages)]
+        pages = pages[self._table.worth_writing(pages) & self._can_go(level, pages, disk)]
         if not pages.size or not disk.may_write:
             return
         for group, members in disk.split(self._table.life_cycle[pages], pages):
@@ -443,7 +473,7 @@ class Escalation:
             victims = victims[:count]
             is_lost = table.present[victims] == disk.bit
             self._copies.drop(disk, victims[~is_lost])
-            self._copies.drop_last(disk, victims[is_lost], NO_ROOM)
+            self._copies.drop_for_room(disk, victims[is_lost])
         return min(pages.size, slots.num_free)
 
     def _make_spill_room(self, below: LevelPools, group: PoolGroup, count: int) -> int:

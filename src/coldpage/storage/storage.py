@@ -19,7 +19,14 @@ from coldpage.migration import CodecMoves, DiskMoves, Settlement
 from coldpage.page import HOT_BIT, RETAINED_PRIORITY, PageTable
 from coldpage.pools import LevelPools, PoolGroup
 from coldpage.storage.backup import MAX_BACKUP_PAGES, Backup
-from coldpage.storage.copies import BAD_DISK, EXPIRED, FAILED_WORK, PLANNED, PageCopies
+from coldpage.storage.copies import (
+    BAD_DISK,
+    EXPIRED,
+    FAILED_DECODE,
+    FAILED_WORK,
+    PLANNED,
+    PageCopies,
+)
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.preparing import Preparing
 from coldpage.storage.resizing import Resizing
@@ -195,18 +202,40 @@ class Storage:
             if not members.size:
                 continue
             if not level.may_read:
-                self.copies.drop(level, members)
-                self.copies.lose(members[table.present[members] == 0], BAD_DISK)
-                self._make_blank(members[table.is_missing[members]])
-                pages = np.concatenate([pages, members[table.present[members] != 0]])
+                accepted &= self._onboard_without(level, members, BAD_DISK)
                 continue
             if level.is_disk:
                 assert self._disk_moves is not None
                 self._disk_moves.reads.submit(members, level, self._hot)
                 continue
             table.reserved[members] &= ~HOT_BIT
-            accepted &= self.moves.onboard(members, level).size == 0
+            refused, unreadable = self.moves.onboard(members, level)
+            table.reserved[unreadable] |= HOT_BIT
+            accepted &= not refused.size
+            accepted &= self._onboard_without(level, unreadable, FAILED_DECODE)
         return accepted
+
+    def _onboard_without(self, level: LevelPools, pages: Int32Array, cause: str) -> bool:
+        """Fill reserved hot slots from other levels than this one, whose copies are of no use; a
+        page that is on its way to another level is filled when it is there.
+        """
+        if not pages.size:
+            return True
+        table = self.table
+        self.copies.drop(level, pages)
+        is_gone = (table.present[pages] | (table.reserved[pages] & ~HOT_BIT)) == 0
+        self.copies.lose(pages[is_gone], cause)
+        pages = pages[(table.reserved[pages] & HOT_BIT) != 0]  # others were buried
+        return self._start_onboarding(self._wanted_hot(pages))
+
+    def _wanted_hot(self, pages: Int32Array) -> Int32Array:
+        """Those of pages that are to fill their hot slots; the others give theirs back."""
+        table = self.table
+        is_unwanted = table.is_missing[pages] & (table.num_locks[pages] == 0)
+        self.copies.free_slots(self._hot, pages[is_unwanted])
+        table.reserved[pages[is_unwanted]] &= ~HOT_BIT
+        wanted: Int32Array = pages[~is_unwanted]
+        return wanted
 
     def _make_blank(self, pages: Int32Array) -> None:
         """Missing pages have their hot slots, with nothing in them."""
@@ -284,12 +313,14 @@ class Storage:
             pages = pages.copy()
             pages[is_shared] = fresh
         table.version[own] += 1
+        table.failed_encodes[own] = 0
         self.copies.drop_cold(own)
         return pages
 
     def fill(self, pages: Int32Array, stream: Stream | None) -> None:
         """Missing pages have been written again, by work enqueued on ``stream``."""
         self.table.is_missing[pages] = False
+        self.table.failed_encodes[pages] = 0
         self.num_fills += 1
         if stream is not None:
             self.moves.order_after(pages, stream)
@@ -368,6 +399,7 @@ class Storage:
             & (table.reserved[pages] == 0)
             & (table.busy[pages] == 0)
             & ~table.is_missing[pages]
+            & table.can_encode(pages, level.bit)
         ]
         if level is self._hot:
             self._prefetch_hot(wanted)
@@ -459,19 +491,16 @@ class Storage:
         table = self.table
         pages = np.unique(np.concatenate(settled.pages))
         dead = pages[(table.num_refs[pages] == 0) & (table.node[pages] == 0)]
-        if settled.lost:
-            lost = np.unique(np.concatenate(settled.lost))
+        for some, cause in ((settled.lost, BAD_DISK), (settled.unreadable, FAILED_DECODE)):
+            lost = np.unique(np.concatenate([pages[:0], *some]))
             is_gone = (table.present[lost] == 0) & ((table.reserved[lost] & ~HOT_BIT) == 0)
+            is_gone &= ~table.is_missing[lost]
             lost = lost[is_gone & ((table.num_refs[lost] > 0) | (table.node[lost] != 0))]
-            self.copies.lose(lost, BAD_DISK)
+            self.copies.lose(lost, cause)
         self.copies.bury(dead)
         is_waiting = ((table.reserved[pages] & HOT_BIT) != 0) & (table.busy[pages] == 0)
         is_waiting &= (table.reserved[pages] & ~HOT_BIT) == 0
-        waiting = pages[is_waiting]
-        unwanted = waiting[table.is_missing[waiting] & (table.num_locks[waiting] == 0)]
-        self.copies.free_slots(self._hot, unwanted)
-        table.reserved[unwanted] &= ~HOT_BIT
-        self._start_onboarding(np.setdiff1d(waiting, unwanted, assume_unique=True))
+        self._start_onboarding(self._wanted_hot(pages[is_waiting]))
 
     def flush(self, budget_s: float) -> int:
         """Write committed pages that are only in memory to disk, most valuable first, until all are
