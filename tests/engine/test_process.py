@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from coldpage import create_default_cold_page_codec
 from coldpage.codecs import CodecErrors, ColdPageCodec, registry
 from coldpage.engine.messages import (
     Cancel,
     ChatMessage,
     Delta,
+    EngineFailed,
     EngineReady,
     EngineSettings,
     Failed,
@@ -369,6 +372,39 @@ def test_a_broken_loop_answers_and_hangs_up_before_it_waits_for_the_disk(
     assert {(end.status, end.code) for end in ends if isinstance(end, Failed)} == {
         (500, "engine_error")
     }
+
+
+def test_work_of_a_codec_that_fails_is_the_last_thing_it_says(
+    tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ValueError("shapes do not match")
+
+    def encode(*arguments: Any) -> None:
+        arguments[4].launch(fail, reads=(), writes=())
+
+    replies: list[Reply] = []
+
+    def script(peer: Peer) -> None:
+        peer.send(generate("a", token_ids=token_ids(40, 1), num_new=20))
+        while peer.receive():
+            pass
+        replies.extend(peer.replies)
+
+    monkeypatch.setattr(type(create_default_cold_page_codec()), "encode", encode)
+    assert run_here(settings_for(tiny, tmp_path), tmp_path, script) == 1
+    (failure,) = [reply for reply in replies if isinstance(reply, EngineFailed)]
+    assert failure.sentence == (
+        "work on stream 'offload' failed: ValueError('shapes do not match') in encode of codec "
+        "concat v1 (package coldpage)"
+    )
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    assert [record.message for record in tracebacks] == [f"the engine stops: {failure.sentence}"]
+    assert tracebacks[0].exc_info is not None
+    assert isinstance(tracebacks[0].exc_info[1], ValueError)
 
 
 def test_the_queue_is_as_long_as_the_settings_say(tiny: TinyModel, tmp_path: Path) -> None:

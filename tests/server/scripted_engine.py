@@ -21,6 +21,7 @@ from coldpage.engine.messages import (
     CodecErrorStats,
     CodecFailureStats,
     Delta,
+    EngineFailed,
     EngineReady,
     EngineSettings,
     Failed,
@@ -62,6 +63,7 @@ class ScriptedEngine:
         self.scripts: dict[str, Callable[[Generate, list[str]], None]] = {
             "count": self.count,
             "die": self.die,
+            "give-up": self.give_up,
             "echo": self.echo,
             "fail": self.fail,
             "garbage": self.garbage,
@@ -135,6 +137,12 @@ class ScriptedEngine:
             self.channel.send(Delta(request.request_id, words[0]))
             time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def give_up(self, request: Generate, words: list[str]) -> None:
+        """``give-up text``: what it can not go on for, then the end."""
+        self.channel.send(EngineFailed(" ".join(words)))
+        time.sleep(0.3)
+        os._exit(1)
 
     def garbage(self, request: Generate, words: list[str]) -> None:
         """A frame that is no message."""

@@ -142,6 +142,20 @@ def test_the_engines_death_is_told_to_every_client() -> None:
         )
 
 
+def test_why_the_engine_gave_up_is_the_last_line() -> None:
+    with (
+        RunningServer() as server,
+        httpx.Client(base_url=server.wait_ready().url, timeout=20.0) as http,
+    ):
+        answer = http.post(CHAT, json=chat("give-up codec x failed"))
+        assert answer.status_code == 503
+        assert server.wait_exit() == 1
+        assert server.errors == (
+            "coldpage: The engine process exited with status 1: codec x failed. "
+            "1 open requests were answered with an error.\n"
+        )
+
+
 def test_an_engine_that_breaks_the_protocol_is_ended() -> None:
     with (
         RunningServer() as server,

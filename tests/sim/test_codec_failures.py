@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
-from coldpage import create_default_cold_page_codec
+from coldpage import (
+    DeviceError,
+    DeviceTierConfig,
+    HostTierConfig,
+    KVCacheManager,
+    KVCacheManagerConfig,
+    create_default_cold_page_codec,
+)
+from coldpage.device.base import Device
+from coldpage.device.host import HostDevice
+from coldpage.device.simulated import SimulatedDevice
 from coldpage.manager import PagesDropped
 from coldpage.migration import codec_calls
 from coldpage.storage.copies import BAD_DISK, FAILED_DECODE, FAILED_ENCODE
@@ -14,6 +25,7 @@ from coldpage.storage.escalation import MAX_WAIT_S
 from coldpage.testing.example_codecs import DeviceIndexCodec, PaddingCodec, PositionCodec
 from coldpage.testing.pattern_engine import PatternSequence
 from coldpage.types import CacheLevel
+from tests.property.setups import layers_of
 from tests.sim.rig import MakeCodec, Rig
 from tests.sim.scenes import (
     PER_BLOCK,
@@ -377,3 +389,49 @@ def test_failures_are_counted_from_zero(build: Build) -> None:
     assert rig.manager.stats().codec_failures == {
         (codec, call): 0 for codec in ("position", "padding") for call in ("encode", "decode")
     }
+
+
+# Work that fails
+
+
+@pytest.mark.parametrize("make_device", [HostDevice, SimulatedDevice])
+@pytest.mark.parametrize("call", ["encode", "decode"])
+def test_work_that_fails_ends_the_manager_and_names_its_codec(
+    make_device: Callable[[], Device],
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody can tell what it wrote, or what came after it: the device is of no use any more."""
+    tiers = DeviceTierConfig(256), HostTierConfig(1 << 14, PaddingCodec())  # 4 hot blocks
+    layers = layers_of("full", PER_BLOCK)
+    config = KVCacheManagerConfig(PER_BLOCK, tiers, layers, max_util_for_resume=1.0)
+    num_blocks: list[int] = []
+
+    def fail(*arguments: object) -> None:
+        raise ValueError("a bug in the work")
+
+    def use(device: Device) -> None:
+        with KVCacheManager(config, device=device) as manager:
+            num_blocks.append(manager.num_hot_blocks)
+            caches = [manager.create_kv_cache() for _ in range(4)]
+            for cache in caches:
+                assert cache.resume()
+                assert cache.resize(2 * PER_BLOCK, 2 * PER_BLOCK)
+                cache.suspend()
+            for cache in caches:
+                assert cache.resume()
+                cache.synchronize()
+                cache.suspend()
+            manager.finish_transfers()
+
+    monkeypatch.setattr(PaddingCodec, "to_cold" if call == "encode" else "to_hot", fail)
+    device = make_device()
+    says = rf"\('a bug in the work'\) in {call} of codec padding v1 .*\(package coldpage\)"
+    with pytest.raises(DeviceError, match=says) as raised:
+        use(device)
+    assert num_blocks == [4]
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert raised.value.__context__ is None, "nothing was raised on the way out"
+    assert "the cache could not be closed after that" in caplog.text
+    device.close()

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.errors import SubmissionError
+from coldpage.errors import DeviceError, SubmissionError
 from coldpage.types import ByteRange, DeviceArray, Int64Array, MemAddress
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "MemoryKind",
     "PageParts",
     "Stream",
+    "work_error",
 ]
 
 
@@ -117,6 +118,12 @@ class Event(Completion):
     """
 
 
+def work_error(stream_name: str, failure: BaseException) -> DeviceError:
+    """What calls raise, from ``failure``, after work on the stream has raised that."""
+    words = " ".join([repr(failure), *getattr(failure, "__notes__", ())])
+    return DeviceError(f"work on stream {stream_name!r} failed: {words}")
+
+
 class Stream(abc.ABC):
     """An in-order queue of asynchronous work.
 
@@ -129,6 +136,8 @@ class Stream(abc.ABC):
     name: str
     # Whether kernels of a GPU can be enqueued here.
     runs_kernels: bool = False
+    # On whose behalf work is being launched, which the error of work that raises names.
+    caller: str = ""
 
     @abc.abstractmethod
     def launch(
@@ -145,6 +154,21 @@ class Stream(abc.ABC):
         lie in device memory, a function names them: a device that checks accesses calls it just
         before ``work`` runs, others never. Raises SubmissionError, enqueuing nothing.
         """
+
+    def named(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work``, with a note of the caller of now in whatever it raises."""
+        caller = self.caller
+        if not caller:
+            return work
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                error.add_note(caller)
+                raise
+
+        return run
 
     def launch_kernels(self, submit: Callable[[], None]) -> None:
         """Call ``submit`` now, which enqueues kernels of a GPU on torch's current stream: that is

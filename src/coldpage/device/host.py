@@ -14,7 +14,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Accesses, Device, Event, Memory, MemoryKind, PageParts, Stream
+from coldpage.device.base import (
+    Accesses,
+    Device,
+    Event,
+    Memory,
+    MemoryKind,
+    PageParts,
+    Stream,
+    work_error,
+)
 from coldpage.device.copies import launch_page_copy, run_copies, write_bytes
 from coldpage.device.io import NUM_IO_THREADS, ThreadedIo
 from coldpage.device.progress import Progress
@@ -193,7 +202,7 @@ class HostStream(Stream):
         writes: Accesses,
     ) -> None:
         """Enqueue ``work``; it runs on the stream's thread. Nobody checks its accesses."""
-        self._submit(work)
+        self._submit(self.named(work))
 
     def copy(self, dst: Int64Array, src: Int64Array, num_bytes: Int64Array) -> None:
         """Enqueue the copies as one operation."""
@@ -255,9 +264,7 @@ class HostStream(Stream):
         """Raise when one of the first ``num_ops`` operations (default: any) failed."""
         if self._failure is not None and (num_ops is None or self._failed_op < num_ops):
             self._is_failure_reported = True
-            raise DeviceError(
-                f"work on stream {self.name!r} failed: {self._failure!r}"
-            ) from self._failure
+            raise work_error(self.name, self._failure) from self._failure
 
     def _run(self) -> None:
         while True:

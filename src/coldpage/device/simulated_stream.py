@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.device.base import Accesses, Event, PageParts, Stream
+from coldpage.device.base import Accesses, Event, PageParts, Stream, work_error
 from coldpage.device.copies import (
     CopyList,
     has_overlap,
@@ -33,7 +33,6 @@ from coldpage.device.simulated_history import (
     ranges_of,
 )
 from coldpage.device.simulated_world import World
-from coldpage.errors import DeviceError
 from coldpage.types import PAGE_INDEX_PAIR, DeviceArray, Int64Array, MemAddress
 
 __all__ = ["MAX_STEPS_PER_POLL", "SimulatedEvent", "SimulatedStream"]
@@ -124,6 +123,7 @@ class SimulatedStream(Stream):
         """Enqueue ``work``. Its accesses are checked now or, where functions name them, when it
         runs, by the order that it has now.
         """
+        work = self.named(work)
         if not (callable(reads) or callable(writes)):
             self._submit("launch", work, ranges_of(reads), ranges_of(writes))
             return
@@ -291,6 +291,4 @@ class SimulatedStream(Stream):
     def _raise_failure(self, num_ops: int | None = None) -> None:
         if self._failure is not None and (num_ops is None or self._failed_op < num_ops):
             self._is_failure_reported = True
-            raise DeviceError(
-                f"work on stream {self.name!r} failed: {self._failure!r}"
-            ) from self._failure
+            raise work_error(self.name, self._failure) from self._failure

@@ -29,6 +29,7 @@ __all__ = [
     "CodecErrorStats",
     "CodecFailureStats",
     "Delta",
+    "EngineFailed",
     "EngineReady",
     "EngineSettings",
     "Failed",
@@ -184,6 +185,12 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     sentence: str
 
 
+class EngineFailed(msgspec.Struct, frozen=True, tag="engine_failed"):
+    """The engine can not go on: one sentence for people. It then exits."""
+
+    sentence: str
+
+
 class TierStats(msgspec.Struct, frozen=True):
     """One level now."""
 
@@ -298,4 +305,14 @@ class SessionDone(msgspec.Struct, frozen=True, tag="session_done"):
     fingerprints: dict[str, str] = {}  # of a list: what a saved file must agree with
 
 
-Reply = Loading | StartFailed | EngineReady | Delta | Finished | Failed | SessionDone | Stats
+Reply = (
+    Loading
+    | StartFailed
+    | EngineFailed
+    | EngineReady
+    | Delta
+    | Finished
+    | Failed
+    | SessionDone
+    | Stats
+)

@@ -31,7 +31,13 @@ from coldpage.engine.assembly import build_manager, served_model, with_hot_types
 from coldpage.engine.forward.runner import ModelRunner
 from coldpage.engine.intake import Intake
 from coldpage.engine.loop import EngineLoop
-from coldpage.engine.messages import EngineReady, EngineSettings, Loading, StartFailed
+from coldpage.engine.messages import (
+    EngineFailed,
+    EngineReady,
+    EngineSettings,
+    Loading,
+    StartFailed,
+)
 from coldpage.engine.model.cold_codecs import ColdCodecs, make_cold_codecs
 from coldpage.engine.model.model import LoadedModel, load_model
 from coldpage.engine.model.placement import (
@@ -45,7 +51,7 @@ from coldpage.engine.session_control import SessionControl
 from coldpage.engine.telemetry import tier_stats
 from coldpage.engine.text import IncrementalText, tokenizer_fingerprint
 from coldpage.engine.transport import EngineChannel
-from coldpage.errors import ColdpageError, ConfigurationError
+from coldpage.errors import ColdpageError, ConfigurationError, DeviceError
 from coldpage.manager import KVCacheManager
 from coldpage.snapshot import Origin
 
@@ -112,21 +118,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with EngineChannel.connect(options.socket) as channel:
             try:
                 settings = msgspec.json.decode(options.settings, type=EngineSettings)
-                return _start_and_serve(settings, channel, termination)
+                _start_and_serve(settings, channel, termination)
+            except _FailedError:
+                return _EXIT_FAILED
             except _NotStarted as failure:
                 channel.send(StartFailed(str(failure)))
                 return _EXIT_NOT_STARTED
     except _Terminated:
         return 0
+    return 0
 
 
 class _NotStarted(Exception):
     """The engine can not start; the text is for people."""
 
 
+class _FailedError(Exception):
+    """The engine could not go on, which has been logged and said."""
+
+
 def _start_and_serve(
     settings: EngineSettings, channel: EngineChannel, termination: _Termination
-) -> int:
+) -> None:
     def progress(sentence: str) -> None:
         if channel.peer_gone:  # nobody waits for this engine any more
             raise _Terminated
@@ -150,11 +163,9 @@ def _start_and_serve(
         except ColdpageError as error:
             raise _NotStarted(_sentence(error)) from error
         loop = EngineLoop(scheduler, manager, channel.send, control)
-        status = _serve(channel, model, manager, loop, termination, codecs)
-        if status == 0:
-            scheduler.close()
-            _flush(manager, settings.shutdown_budget_s)
-        return status
+        _serve(channel, model, manager, loop, termination, codecs)
+        scheduler.close()
+        _flush(manager, settings.shutdown_budget_s)
 
 
 def _build(
@@ -229,7 +240,8 @@ def _serve(
     loop: EngineLoop,
     termination: _Termination,
     codecs: str,
-) -> int:
+) -> None:
+    """Raises _FailedError."""
     termination.loop = loop
     channel.send(
         EngineReady(
@@ -248,15 +260,15 @@ def _serve(
     try:
         loop.run()
     except Exception as error:
-        _LOG.exception("the engine stops")
+        _LOG.error("the engine stops: %s", _cause_of(error), exc_info=_root(error))
+        channel.send(EngineFailed(_cause_of(error)))
         intake.close()
         # Before the manager is closed, which may wait for a slow disk: clients wait for this.
         loop.fail_open_requests(500, "engine_error", f"The engine failed ({type(error).__name__}).")
         channel.close()
-        return _EXIT_FAILED
+        raise _FailedError from error
     finally:
         intake.close()
-    return 0
 
 
 class _SlotProgress:
@@ -289,6 +301,18 @@ def _flush(manager: KVCacheManager, budget_s: float) -> None:
         )
     else:
         _LOG.info("everything cached is on disk (%.1f s)", took_s)
+
+
+def _root(error: BaseException) -> BaseException:
+    """Of work that failed on a device what it raised: who noticed that tells nothing."""
+    while isinstance(error, DeviceError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _cause_of(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ColdpageError) else f"{type(error).__name__}: {text}"
 
 
 def _sentence(error: Exception) -> str:

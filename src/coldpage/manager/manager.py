@@ -4,6 +4,7 @@ thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from coldpage.codecs import ColdPageCodec, PoolGroupDesc
 from coldpage.config import DiskAdmission, DiskTierConfig, KVCacheManagerConfig, ReuseScope
 from coldpage.device.base import Device, DeviceBytes
 from coldpage.device.host import HostDevice
-from coldpage.errors import ClosedError, UsageError, WrongThreadError
+from coldpage.errors import ClosedError, DeviceError, UsageError, WrongThreadError
 from coldpage.manager.levels import LevelBuilder
 from coldpage.manager.observers import CacheObserver, ObserverHub
 from coldpage.manager.quotas import max_sequence_tokens
@@ -45,6 +46,8 @@ from coldpage.types import (
 )
 
 __all__ = ["KVCacheManager"]
+
+_logger = logging.getLogger(__name__)
 
 
 class KVCacheManager:
@@ -419,8 +422,14 @@ class KVCacheManager:
     def __enter__(self) -> KVCacheManager:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except DeviceError as error:
+            if exc_type is None:
+                raise
+            # What is raised already says more: often it is the same failure.
+            _logger.error("the cache could not be closed after that: %s", error)
 
     def _level(self, level: CacheLevel) -> LevelPools:
         self._check_open()

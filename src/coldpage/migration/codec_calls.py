@@ -145,6 +145,7 @@ class CodecCalls:
         stream: Stream,
     ) -> None:
         key = id(codec), call, life_cycle_id
+        stream.caller = f"in {call} of {codec_and_package(codec)}"
         try:
             self._call_codec(codec, transform, life_cycle_id, base, pairs, ordinals, stream)
         except SubmissionError as error:
@@ -155,6 +156,8 @@ class CodecCalls:
             raise
         except Exception as error:
             raise CodecFailedError(codec, call, error) from error
+        finally:
+            stream.caller = ""
         self._rejections.pop(key, None)
 
     def _is_rejected_for_good(self, key: tuple[int, str, LifeCycleId]) -> bool:

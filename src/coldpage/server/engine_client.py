@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from coldpage.engine.messages import (
     Cancel,
     Delta,
+    EngineFailed,
     EngineReady,
     Failed,
     Finished,
@@ -117,6 +118,7 @@ class EngineClient:
         self.model: EngineReady | None = None
         self.stats: Stats | None = None
         self.start_failed = False
+        self.failure = ""  # why the engine could not go on, if it said so
         self.started_s = int(time.time())
         self._listener = listener
         self._metrics = metrics
@@ -260,3 +262,5 @@ class EngineClient:
             case StartFailed(sentence=sentence):
                 self.start_failed = True
                 self.detail = sentence
+            case EngineFailed(sentence=sentence):
+                self.failure = sentence

@@ -154,7 +154,8 @@ async def _run_engine(client: EngineClient, engine: EngineProcess) -> ServeOutco
     when = "" if was_ready else " before it was ready"
     num_failed = client.go_down(f"The engine process {how}{when}; the server is stopping.")
     answered = f" {num_failed} open requests were answered with an error." if num_failed else ""
-    return ServeOutcome(1, f"The engine process {how}{when}.{answered}")
+    cause = f": {client.failure}" if client.failure else ""
+    return ServeOutcome(1, f"The engine process {how}{when}{cause}.{answered}")
 
 
 async def _drain(client: EngineClient, hurry_signal: asyncio.Event) -> None:

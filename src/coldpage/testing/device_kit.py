@@ -196,6 +196,16 @@ class DeviceConformance(DevicePageConformance):
         with pytest.raises(DeviceError):
             stream.copy(none, none, none)
 
+    def test_a_failure_names_the_caller(self, device: Device) -> None:
+        stream = device.create_stream("named")
+        stream.caller = "in encode of codec x"
+        stream.launch(fail, reads=(), writes=())  # type: ignore[arg-type]
+        stream.caller = "in encode of codec y"
+        stream.launch(sleep_a_little, reads=(), writes=())
+        stream.caller = ""
+        with pytest.raises(DeviceError, match=r"ZeroDivisionError.* in encode of codec x$"):
+            stream.synchronize()
+
     def test_poison_spreads_along_events(self, device: Device) -> None:
         broken, other = device.create_stream("broken"), device.create_stream("other")
         seen: list[int] = []

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from coldpage.device.base import Event
+from coldpage.device.base import Event, work_error
 from coldpage.device.cuda.closing import run_all
 from coldpage.device.cuda.driver import Context, Driver, DriverError
 from coldpage.errors import DeviceError
@@ -178,9 +178,7 @@ class Timeline:
         for work in host_work:
             if work.failure is not None:
                 self.num_failures_told += 1
-                raise DeviceError(
-                    f"work on stream {self.name!r} failed: {work.failure!r}"
-                ) from work.failure
+                raise work_error(self.name, work.failure) from work.failure
 
     def close(self) -> None:
         """The stream has come to its end. Events that are not known to be done are lost then."""

@@ -63,7 +63,7 @@ class CudaStream(Stream):
         reaches page-locked memory only. Nobody checks its accesses.
         """
         self._check()
-        host_work = HostWork(work, self._host_work)
+        host_work = HostWork(self.named(work), self._host_work)
         number = next(_work_numbers)
         _host_work[number] = host_work
         try:
