@@ -404,10 +404,11 @@ class Driver(CheckedManager):
 
     def poll(self) -> None:
         self.operations["poll"] += 1
-        num_lost = self.manager._storage.events.totals["lost_held_pages"]
+        events = self.manager._storage.events
+        num_lost, num_failures = events.totals["lost_held_pages"], events.codec_failures.total()
         self.manager.poll()
-        if not self._had_failures:
-            now = self.manager._storage.events.totals["lost_held_pages"]
+        if not self._had_failures and events.codec_failures.total() == num_failures:
+            now = events.totals["lost_held_pages"]
             assert now == num_lost, "room was made at the cost of pages that sequences hold"
         self.check()
 
