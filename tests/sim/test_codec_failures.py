@@ -435,3 +435,12 @@ def test_work_that_fails_ends_the_manager_and_names_its_codec(
     assert raised.value.__context__ is None, "nothing was raised on the way out"
     assert "the cache could not be closed after that" in caplog.text
     device.close()
+
+
+def test_the_package_of_a_class_made_on_the_fly(build: Build) -> None:
+    made = type("Made", (PaddingCodec,), {})
+    assert made.__module__ == "abc"
+    rig = build(hot=4, host=4, codec=made)
+    (configured,) = {level.codec for level in rig.storage.levels[1:]}
+    configured.codec = made()
+    assert codec_calls.codec_and_package(configured).endswith("(package coldpage)")

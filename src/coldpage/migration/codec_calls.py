@@ -69,8 +69,10 @@ class CodecFailedError(SubmissionError):
 
 def codec_and_package(codec: ConfiguredCodec) -> str:
     """The codec for people, and where to look for it."""
-    package = type(codec.codec).__module__.partition(".")[0]
-    return f"codec {codec.name} (package {package})"
+    modules = (of.__module__ for of in type(codec.codec).__mro__)
+    # A class that was made by a call of ``type`` has the module of its metaclass.
+    module = next(module for module in modules if module != "abc")
+    return f"codec {codec.name} (package {module.partition('.')[0]})"
 
 
 class CodecCalls:
