@@ -30,6 +30,7 @@ from coldpage.storage.copies import (
 from coldpage.storage.escalation import Escalation, Losable
 from coldpage.storage.preparing import Preparing
 from coldpage.storage.resizing import Resizing
+from coldpage.storage.unwritten import log_unwritten, num_committed_outside
 from coldpage.storage.usage import UsageSamples
 from coldpage.types import HOT_LEVEL, CacheLevel, Int32Array, Int64Array, Priority
 
@@ -519,13 +520,7 @@ class Storage:
         for level in self.levels:
             if level.is_disk and level.disk.sync():
                 durable |= level.bit
-        return self._num_committed_outside(durable)
-
-    def _num_committed_outside(self, level_bits: np.uint8) -> int:
-        """Committed pages with contents, but none on these levels."""
-        table = self.table
-        is_outside = (table.node != 0) & ((table.present & level_bits) == 0)
-        return int(np.count_nonzero(is_outside & ~table.is_missing))
+        return num_committed_outside(self.table, durable)
 
     @property
     def _num_writes_in_flight(self) -> int:
@@ -562,20 +557,11 @@ class Storage:
         return self._resizing.defragment(self.levels[level])
 
     def close(self) -> None:
-        """Block until no transfer is in flight and nobody's work on the pages is. Says how many
-        committed pages the disk levels will not have.
-        """
+        """Block until no transfer is in flight and nobody's work on the pages is."""
         self.finish_transfers()
         for event in self.moves.ready.all_outstanding():
             event.synchronize()
-        disk_bits = np.uint8(sum(int(level.bit) for level in self.levels if level.is_disk))
-        num_dropped = self._num_committed_outside(disk_bits) if disk_bits else 0
-        if num_dropped:
-            _logger.info(
-                "%d committed pages were in memory only when the manager was closed and are gone: "
-                "a flush before keeps what the disk has room for",
-                num_dropped,
-            )
+        log_unwritten(self.table, self.levels)
 
     # ------------------------------------------------------------------ checking
 
