@@ -225,10 +225,10 @@ def test_a_full_coldest_level_drops_and_recomputes(model_path: str) -> None:
 def damaging(unstage: Any) -> Any:
     """Changes one bit of what it brings up."""
 
-    def damage(self: DiskReads, transfer: Any, lease: Any, ok: Any) -> bool:
+    def damage(self: DiskReads, transfer: Any, lease: Any, ok: Any) -> Any:
         ring = self._end.ring
         ring._memory.array[lease.address - ring.base_address] ^= 1
-        return bool(unstage(self, transfer, lease, ok))
+        return unstage(self, transfer, lease, ok)
 
     return damage
 

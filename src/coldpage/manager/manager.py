@@ -240,6 +240,7 @@ class KVCacheManager:
 
     def owns(self, kv_cache: KVCache) -> bool:
         """Whether the cache is of this manager; what it holds says nothing to another."""
+        self._check_thread()
         return belongs_to(kv_cache, self._context)
 
     def layer_group_of(self, layer_id: LayerId) -> LayerGroupId:
