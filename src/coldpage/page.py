@@ -58,7 +58,7 @@ _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
 def check_priority(priority: object) -> None:
     """Raise UsageError for what the column of priorities can not hold."""
     limits = np.iinfo(np.int16)
-    if not is_whole_number(priority) or not limits.min <= priority <= limits.max:  # type: ignore[operator]
+    if not is_whole_number(priority) or not limits.min <= priority <= limits.max:
         raise UsageError(
             f"priority is {priority!r}: give a whole number from {limits.min} to {limits.max}"
         )

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Final, NewType, Protocol
+from typing import Any, Final, NewType, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -173,7 +173,7 @@ class DeviceArray:
     host: npt.NDArray[np.generic] | None = field(default=None, repr=False, compare=False)
 
 
-def is_whole_number(value: object) -> bool:
+def is_whole_number(value: object) -> TypeGuard[int]:
     """Whether it is an integer, Python's or numpy's; a truth value is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

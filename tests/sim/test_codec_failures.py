@@ -15,6 +15,7 @@ from coldpage import (
     KVCacheManagerConfig,
     create_default_cold_page_codec,
 )
+from coldpage.codecs import configure_taken
 from coldpage.device.base import Device
 from coldpage.device.host import HostDevice
 from coldpage.device.simulated import SimulatedDevice
@@ -441,6 +442,5 @@ def test_the_package_of_a_class_made_on_the_fly(build: Build) -> None:
     made = type("Made", (PaddingCodec,), {})
     assert made.__module__ == "abc"
     rig = build(hot=4, host=4, codec=made)
-    (configured,) = {level.codec for level in rig.storage.levels[1:]}
-    configured.codec = made()
-    assert codec_calls.codec_and_package(configured).endswith("(package coldpage)")
+    configured = configure_taken(made(), rig.manager.hot_pool_groups())
+    assert configured.name_and_package.endswith("(package coldpage)")

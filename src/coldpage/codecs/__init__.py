@@ -19,8 +19,10 @@ from coldpage.codecs.configured import (
     close_codec,
     codec_identity,
     configure_taken,
+    statistics_names,
     take_codec,
 )
+from coldpage.codecs.describing import describe_life_cycles
 from coldpage.codecs.model_pages import LayerVectors, ModelPages
 from coldpage.codecs.packed import PackedCodec
 from coldpage.codecs.registry import codec_names, create_codec, uses_calibration
@@ -48,6 +50,8 @@ __all__ = [
     "configure_taken",
     "create_codec",
     "create_default_cold_page_codec",
+    "describe_life_cycles",
+    "statistics_names",
     "take_codec",
     "uses_calibration",
 ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from numbers import Integral
-from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +12,7 @@ from coldpage.codecs.base import CodecErrors, ColdPageCodec, PoolGroupDesc
 from coldpage.codecs.concat import create_default_cold_page_codec
 from coldpage.errors import CodecConsumedError, CodecError, ConfigurationError
 from coldpage.store.format import MAX_CODEC_BYTES
-from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex
+from coldpage.types import LifeCycleId, PageIndexLocation, PoolGroupIndex, is_whole_number
 
 __all__ = [
     "ConfiguredCodec",
@@ -22,6 +20,7 @@ __all__ = [
     "close_codec",
     "codec_identity",
     "configure_taken",
+    "statistics_names",
     "take_codec",
 ]
 
@@ -85,7 +84,7 @@ def check_format(codec: ColdPageCodec) -> None:
             f"codec {type(codec).__name__} has the codec_id {codec_id!r}: "
             "give it a name, in one or more characters other than '/'"
         )
-    if not _is_integer(codec.version):
+    if not is_whole_number(codec.version):
         raise CodecError(
             f"codec {codec_id} has the version {codec.version!r}: "
             "count the versions of its format in whole numbers"
@@ -113,6 +112,13 @@ def _check_length(codec: ColdPageCodec) -> None:
             f"bytes together, of which a disk tier can keep {MAX_CODEC_BYTES:,}: "
             "put a hash of the parameters there"
         )
+
+
+def _package_of(codec: ColdPageCodec) -> str:
+    modules = (of.__module__ for of in type(codec).__mro__)
+    # A class that was made by a call of ``type`` has the module of its metaclass.
+    module = next(module for module in modules if module != "abc")
+    return module.partition(".")[0]
 
 
 def _id_of(codec: ColdPageCodec) -> str:
@@ -152,6 +158,8 @@ class ConfiguredCodec:
         # Fixed from here on, whatever becomes of the codec's attributes.
         self.identity = codec_identity(codec)
         self.name = f"{codec.codec_id} v{codec.version} {codec.parameters}".rstrip()
+        # For people, with where to look for it.
+        self.name_and_package = f"codec {self.name} (package {_package_of(codec)})"
         self.needs_positions = codec.needs_positions
         life_cycles = [LifeCycleId(lc) for lc in range(len(hot_group_of))]
         self.cold_page_bytes = tuple(self._ask_size(lc) for lc in life_cycles)
@@ -187,7 +195,7 @@ class ConfiguredCodec:
             lambda: self.codec.query_cold_page_bytes(life_cycle),
             f"query_cold_page_bytes of life cycle {life_cycle}",
         )
-        if not _is_integer(size):
+        if not is_whole_number(size):
             raise CodecError(
                 f"codec {self.codec.codec_id} has a cold page of {size!r} bytes for life cycle "
                 f"{life_cycle}: return a whole number from query_cold_page_bytes"
@@ -217,7 +225,7 @@ class ConfiguredCodec:
             f"get_batching_layer_group_id of life cycle {life_cycle}",
         )
         batches = f"codec {self.codec.codec_id} batches life cycle {life_cycle} as {first!r}"
-        if not _is_integer(first):
+        if not is_whole_number(first):
             raise CodecError(
                 f"{batches}, which is no life cycle: "
                 "return one from get_batching_layer_group_id, or the argument to batch nothing"
@@ -294,5 +302,10 @@ def _hot_groups(pool_groups: Sequence[PoolGroupDesc]) -> list[PoolGroupIndex]:
     return [group_of[life_cycle] for life_cycle in range(len(group_of))]
 
 
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def statistics_names(codecs: Sequence[ConfiguredCodec]) -> list[str]:
+    """What statistics call each of them: its id, or its whole name where others have that id."""
+    ids = [configured.codec.codec_id for configured in codecs]
+    return [
+        codec_id if ids.count(codec_id) == 1 else configured.name
+        for codec_id, configured in zip(ids, codecs, strict=True)
+    ]

@@ -8,11 +8,10 @@ import contextlib
 from collections.abc import Sequence
 
 from coldpage.codecs import (
-    BufferDesc,
     ConfiguredCodec,
-    LifeCycleDesc,
     PoolDesc,
     PoolGroupDesc,
+    describe_life_cycles,
 )
 from coldpage.config import (
     DeviceTierConfig,
@@ -272,19 +271,7 @@ class LevelBuilder:
         return [self._describe(group) for group in self._levels[HOT_LEVEL].groups]
 
     def _describe(self, group: PoolGroup) -> PoolGroupDesc:
-        members = tuple(
-            LifeCycleDesc(
-                lc.life_cycle_id,
-                lc.layer_group_id,
-                lc.page_class,
-                tuple(
-                    BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
-                    for b in lc.buffers
-                ),
-            )
-            for lc in self.layout.life_cycles
-            if lc.hot_pool_group == group.index
-        )
+        members = describe_life_cycles(self.layout, group.index)
         pools = tuple(
             PoolDesc(PoolIndex(i), pool.base_address, pool.slot_bytes)
             for i, pool in enumerate(group.memory)

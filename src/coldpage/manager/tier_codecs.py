@@ -12,6 +12,7 @@ from coldpage.codecs import (
     ConfiguredCodec,
     PoolGroupDesc,
     close_codec,
+    statistics_names,
     take_codec,
 )
 from coldpage.config import CacheTierConfig
@@ -121,13 +122,10 @@ class TierCodecs:
         """What the codecs in use say of what they lose. One that fails to is left out, and logged
         once: nobody's pages depend on it.
         """
-        ids = [configured.codec.codec_id for configured in self.all]
+        codecs = self.all
         found = [
-            CodecStats(
-                codec_id if ids.count(codec_id) == 1 else configured.name,
-                self._errors_of(configured),
-            )
-            for codec_id, configured in zip(ids, self.all, strict=True)
+            CodecStats(name, self._errors_of(configured))
+            for name, configured in zip(statistics_names(codecs), codecs, strict=True)
         ]
         return tuple(stats for stats in found if stats.errors)
 

@@ -31,7 +31,6 @@ __all__ = [
     "MAX_INDEX_BATCH_BYTES",
     "CodecCalls",
     "CodecFailedError",
-    "codec_and_package",
 ]
 
 # A larger batch of device indices is cut into codec calls of this size.
@@ -64,15 +63,7 @@ class CodecFailedError(SubmissionError):
     def __init__(self, codec: ConfiguredCodec, call: str, cause: Exception) -> None:
         self.codec = codec
         self.call = call
-        super().__init__(f"{call} of {codec_and_package(codec)} failed: {cause!r}")
-
-
-def codec_and_package(codec: ConfiguredCodec) -> str:
-    """The codec for people, and where to look for it."""
-    modules = (of.__module__ for of in type(codec.codec).__mro__)
-    # A class that was made by a call of ``type`` has the module of its metaclass.
-    module = next(module for module in modules if module != "abc")
-    return f"codec {codec.name} (package {module.partition('.')[0]})"
+        super().__init__(f"{call} of {codec.name_and_package} failed: {cause!r}")
 
 
 class CodecCalls:
@@ -147,7 +138,7 @@ class CodecCalls:
         stream: Stream,
     ) -> None:
         key = id(codec), call, life_cycle_id
-        stream.caller = f"in {call} of {codec_and_package(codec)}"
+        stream.caller = f"in {call} of {codec.name_and_package}"
         try:
             self._call_codec(codec, transform, life_cycle_id, base, pairs, ordinals, stream)
         except SubmissionError as error:

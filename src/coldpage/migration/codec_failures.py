@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coldpage.codecs import ConfiguredCodec
+from coldpage.codecs import statistics_names
 from coldpage.events import StorageEvents
-from coldpage.migration.codec_calls import CodecFailedError, codec_and_package
+from coldpage.migration.codec_calls import CodecFailedError
 from coldpage.page import PageTable
 from coldpage.pools import LevelPools
 from coldpage.types import HOT_LEVEL, Int32Array
@@ -37,16 +37,11 @@ class CodecFailures:
         self._events = events
         self._class_names = class_names
         self._logged: set[tuple[str, ...]] = set()
-        ids = [codec.codec.codec_id for codec in self._codecs()]
-        self._labels = {
-            codec.identity: codec.codec.codec_id if ids.count(codec.codec.codec_id) == 1 else name
-            for codec, name in ((codec, codec.name) for codec in self._codecs())
-        }
+        codecs = list({level.codec.identity: level.codec for level in self._cold_levels}.values())
+        names = statistics_names(codecs)
+        self._labels = {c.identity: name for c, name in zip(codecs, names, strict=True)}
         for label in self._labels.values():  # there from the start: a rate needs a sample
             events.codec_failures.update({(label, "encode"): 0, (label, "decode"): 0})
-
-    def _codecs(self) -> list[ConfiguredCodec]:
-        return list({level.codec.identity: level.codec for level in self._cold_levels}.values())
 
     def note(
         self, error: CodecFailedError, pages: Int32Array, source: LevelPools, target: LevelPools
@@ -75,7 +70,7 @@ class CodecFailures:
         _logger.error(
             "%s failed in %s of %s pages of the %s tier, which are recomputed when they are "
             "needed: give the tier another codec (codec_failures counts, logged once): %r",
-            codec_and_package(error.codec),
+            error.codec.name_and_package,
             error.call,
             classes,
             level.name,

@@ -212,8 +212,7 @@ class Storage:
             table.reserved[members] &= ~HOT_BIT
             refused, unreadable = self.moves.onboard(members, level)
             table.reserved[unreadable] |= HOT_BIT
-            accepted &= not refused.size
-            accepted &= self._onboard_without(level, unreadable, FAILED_DECODE)
+            accepted &= self._onboard_without(level, unreadable, FAILED_DECODE) and not refused.size
         return accepted
 
     def _onboard_without(self, level: LevelPools, pages: Int32Array, cause: str) -> bool:
@@ -492,8 +491,9 @@ class Storage:
         table = self.table
         pages = np.unique(np.concatenate(settled.pages))
         dead = pages[(table.num_refs[pages] == 0) & (table.node[pages] == 0)]
-        for some, cause in ((settled.lost, BAD_DISK), (settled.unreadable, FAILED_DECODE)):
-            lost = np.unique(np.concatenate([pages[:0], *some]))
+        causes = (settled.lost, BAD_DISK), (settled.unreadable, FAILED_DECODE)
+        for some, cause in (it for it in causes if it[0]):
+            lost = np.unique(np.concatenate(some))
             is_gone = (table.present[lost] == 0) & ((table.reserved[lost] & ~HOT_BIT) == 0)
             is_gone &= ~table.is_missing[lost]
             lost = lost[is_gone & ((table.num_refs[lost] > 0) | (table.node[lost] != 0))]

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from coldpage.codecs import BufferDesc, LifeCycleDesc, PoolDesc, PoolGroupDesc
+from coldpage.codecs import PoolDesc, PoolGroupDesc, describe_life_cycles
 from coldpage.config import AttentionLayerConfig
 from coldpage.device.base import Device, MemoryKind
 from coldpage.layout import HotLayout, hot_layout
@@ -160,7 +160,7 @@ class HotStore:
                     PoolDesc(PoolIndex(pool), MemAddress(memory.address), size)
                     for pool, (memory, size) in enumerate(zip(memories, sizes, strict=True))
                 ),
-                _describe_life_cycles(layout, PoolGroupIndex(group)),
+                describe_life_cycles(layout, PoolGroupIndex(group)),
             )
             for group, (memories, sizes) in enumerate(
                 zip(self._memories, self._layout.slot_bytes, strict=True)
@@ -197,21 +197,3 @@ class HotStore:
         pool_group = self._layout.life_cycles[layer_group_id].hot_pool_group
         rank = self._layout.layer_groups_of(pool_group).index(layer_group_id)
         return rank * self._group_slots
-
-
-def _describe_life_cycles(
-    layout: HotLayout, pool_group: PoolGroupIndex
-) -> tuple[LifeCycleDesc, ...]:
-    return tuple(
-        LifeCycleDesc(
-            lc.life_cycle_id,
-            lc.layer_group_id,
-            lc.page_class,
-            tuple(
-                BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
-                for b in lc.buffers
-            ),
-        )
-        for lc in layout.life_cycles
-        if lc.hot_pool_group == pool_group
-    )

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from coldpage.codecs import (
-    BufferDesc,
     ColdPageCodec,
     KVShape,
     LayerVectors,
-    LifeCycleDesc,
     ModelPages,
     NumberType,
     PackedCodec,
@@ -24,6 +22,7 @@ from coldpage.codecs import (
     close_codec,
     configure_taken,
     create_codec,
+    describe_life_cycles,
     uses_calibration,
 )
 from coldpage.codecs.packed import LOSSLESS, PACKED_FORMATS
@@ -203,19 +202,7 @@ def _describe_pools(
                 PoolDesc(PoolIndex(pool), MemAddress(memory.ctypes.data), memory.size)
                 for pool, memory in enumerate(memories)
             ),
-            tuple(
-                LifeCycleDesc(
-                    lc.life_cycle_id,
-                    lc.layer_group_id,
-                    lc.page_class,
-                    tuple(
-                        BufferDesc(b.buffer_id, b.pool_index, b.offset_bytes, b.num_bytes)
-                        for b in lc.buffers
-                    ),
-                )
-                for lc in layout.life_cycles
-                if lc.hot_pool_group == index
-            ),
+            describe_life_cycles(layout, PoolGroupIndex(index)),
         )
         for index, memories in enumerate(pools)
     ]
