@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from coldpage.engine.attention.paged_attention import LayerPages, PagedAttention, Scoring
+from coldpage.engine.attention.stateless_layer import StatelessLayer
 from coldpage.engine.attention.step_plan import GroupPlan
 from coldpage.kernels.rotation import rotate, rotate_back
 
@@ -30,7 +31,7 @@ __all__ = [
 ATTENTION_NAME: Final = "coldpage_paged"
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class PagedLayer(StatelessLayer):  # type: ignore[no-untyped-call]
     """One layer's pages as the model's cache layer. ``plan`` is set for the time of a step."""
 
     is_compileable = False
@@ -48,24 +49,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         what attention reads of them."""
         assert self.plan is not None, "the model ran outside a step"
         return self.attention.write(self.pages, self.plan.write, key_states, value_states)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pages exist."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The model builds no mask for this attention, so nothing depends on the answer."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Positions are always given explicitly, so the model never needs it."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """No maximum of its own."""
-        return -1
-
-    # transformers before 5.20 asks under this name.
-    get_max_cache_shape = get_max_length
 
 
 class PagedCache(Cache):

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from coldpage.engine.attention.dense_attention import plain_attention
 from coldpage.engine.attention.paged_attention import with_sinks
+from coldpage.engine.attention.stateless_layer import StatelessLayer
 from coldpage.errors import ModelError
 
 __all__ = ["LayerGeometry", "cache_argument", "measure_layers"]
@@ -51,7 +52,7 @@ class _Seen:
     unsupported: set[str] = field(default_factory=set)
 
 
-class _ProbeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _ProbeLayer(StatelessLayer):  # type: ignore[no-untyped-call]
     def __init__(self, seen: _Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
@@ -61,20 +62,6 @@ class _ProbeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen.shapes.append((key_states.shape, value_states.shape))
         return key_states, value_states
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 _PROBE: Final[ContextVar[list[_Seen]]] = ContextVar("coldpage_probe")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from coldpage.engine.attention.stateless_layer import StatelessLayer
 from coldpage.engine.model.geometry import cache_argument
 
 __all__ = ["LayerKeys", "layer_keys"]
@@ -19,7 +20,7 @@ class LayerKeys(NamedTuple):
     values: torch.Tensor
 
 
-class _KeepingLayer(CacheLayerMixin):
+class _KeepingLayer(StatelessLayer):
     """An empty cache: attention gets back what it gives, which is kept."""
 
     def __init__(self) -> None:
@@ -31,20 +32,6 @@ class _KeepingLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.seen = LayerKeys(key_states[0], value_states[0])
         return key_states, value_states
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 def layer_keys(
